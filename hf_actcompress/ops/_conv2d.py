@@ -10,7 +10,7 @@ from torch import Tensor
 from ..codecs import IDENTITY, Codec
 from ..codecs.feature_maps import on_feature_maps
 from ..dispatch import implementation
-from ..records import Packed, Record, Stored, applied, dropping, is_dropped, load_packed, parameter, save
+from ..records import Record, Stored, applied, dropping, is_dropped, load_packed, parameter, save
 from ..reference import ConvGeometry
 from ._linear import input_record
 from .autocast import autocast_dtype
@@ -43,8 +43,8 @@ class Conv2dFunction(torch.autograd.Function):
         x, weight = load_packed(ctx)
         dtype, x_dtype, weight_dtype, bias_dtype = ctx.dtypes
         weight = weight.to(dtype) if weight is not None else None
-        dweight = _packed_dweight(dy, x, ctx.shapes[1], ctx.geometry) if isinstance(x, Packed) else None
-        x = None if dweight is not None else x.unpack() if isinstance(x, Packed) else x
+        dweight = _packed_dweight(dy, x, ctx.shapes[1], ctx.geometry) if isinstance(x, Stored) else None
+        x = None if dweight is not None else x.unpack() if isinstance(x, Stored) else x
         if x is not None and ctx.channels_last:
             x = x.contiguous(memory_format=torch.channels_last)
         dx, dense, dbias = implementation("conv2d_bwd", dy)(
@@ -65,7 +65,7 @@ def _record_of_maps(x: Tensor, dtype: torch.dtype, codec: Codec, derive: bool) -
     return Stored(codec, *codec.pack(x.detach().to(dtype))) if is_dropped(record) else record
 
 
-def _packed_dweight(dy: Tensor, x: Packed, shape: torch.Size, geometry: ConvGeometry) -> Tensor | None:
+def _packed_dweight(dy: Tensor, x: Stored, shape: torch.Size, geometry: ConvGeometry) -> Tensor | None:
     """dweight [O, C, 1, 1] computed from the packed x; None if x has to be unpacked.
 
     This works only for a linear layer on pixels. A larger kernel reads each pixel several times: one convolution of the

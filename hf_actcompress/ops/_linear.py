@@ -10,7 +10,7 @@ from torch import Tensor
 from ..codecs import IDENTITY, Codec
 from ..dispatch import implementation
 from ..private_apis import not_a_view
-from ..records import Packed, Record, applied, encoded, load_packed, parameter, record_of, save
+from ..records import Record, Stored, applied, encoded, load_packed, parameter, record_of, save
 from ._cast import cast_record
 from .autocast import autocast_dtype
 from .first_order import once_differentiable
@@ -38,8 +38,8 @@ class LinearFunction(torch.autograd.Function):
         dtype, x_dtype, weight_dtype, bias_dtype = ctx.dtypes
         # the weight is cast again: keeping the cast copy would cost 2 bytes per parameter
         weight = weight.to(dtype) if weight is not None else None
-        dweight = _packed_dweight(dy, x, ctx.transposed) if isinstance(x, Packed) else None
-        x = None if dweight is not None else x.unpack() if isinstance(x, Packed) else x
+        dweight = _packed_dweight(dy, x, ctx.transposed) if isinstance(x, Stored) else None
+        x = None if dweight is not None else x.unpack() if isinstance(x, Stored) else x
         dx, dense, dbias = implementation("linear_bwd", dy)(dy, x, weight, ctx.transposed, ctx.needs_input_grad[2])
         dweight = dense if dweight is None else dweight
         return (
@@ -82,7 +82,7 @@ def keep_operands(
     return dtype
 
 
-def _packed_dweight(dy: Tensor, x: Packed, transposed: bool) -> Tensor | None:
+def _packed_dweight(dy: Tensor, x: Stored, transposed: bool) -> Tensor | None:
     """dweight computed from the packed x; None if unpacking is cheaper."""
     dweight = x.codec.grad_weight(dy, x.tensors, x.meta)
     return dweight.t() if dweight is not None and transposed else dweight

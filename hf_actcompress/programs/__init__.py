@@ -53,10 +53,10 @@ def find_program(
 def _programs_of(layer: nn.Module) -> LayerPrograms:
     """The programs without autocast, or those under bf16 if that fails: weights of mixed dtypes need an autocast."""
     try:
-        return LayerPrograms.of(layer, {None: proved(layer, None)}, proved)
+        return LayerPrograms.of(layer, proved(layer, None), None, proved)
     except NotStraight as reason:
         try:
-            return LayerPrograms.of(layer, {torch.bfloat16: proved(layer, torch.bfloat16)}, proved)
+            return LayerPrograms.of(layer, proved(layer, torch.bfloat16), torch.bfloat16, proved)
         except NotStraight:
             raise reason from None
 

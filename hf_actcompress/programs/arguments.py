@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PretrainedConfig
 
 from ..modules.base import stock_type
 from .refusal import NotStraight
@@ -27,10 +28,10 @@ def arguments(layer: nn.Module, mask: Tensor | None, angles: tuple[Tensor, Tenso
         **dict.fromkeys(CACHES),
         "use_cache": False,
     }
-    names = _names(stock_type(layer).forward)
+    names = {*forward_names(layer)}
     if "kwargs" in names:
         # the layer hands its keyword arguments on to its children
-        names = names.union(*(_names(stock_type(child).forward) for child in layer.children()))
+        names = names.union(*map(forward_names, layer.children()))
     return {name: value for name, value in known.items() if name in names}
 
 
@@ -44,7 +45,7 @@ def further_arguments(
         tokens, sources: The numbers of tokens of the decoder and of the encoder.
         make: Makes a tensor of a shape, of floats or of bools; a size of -1 is that of the batch.
     """
-    names = _names(stock_type(layer).forward)
+    names = forward_names(layer)
     if "alibi" in names and getattr(config_of(layer), "alibi", False):
         return {"alibi": make((-1, config_of(layer).num_attention_heads, 1, tokens), float)}
     if "position_bias" not in names:
@@ -58,8 +59,9 @@ def further_arguments(
     return found
 
 
-def _names(forward: Callable[..., Any]) -> set[str]:
-    return set(inspect.signature(inspect.unwrap(forward)).parameters)
+def forward_names(module: nn.Module) -> tuple[str, ...]:
+    """The names of the arguments of a module's stock forward, in order: the first one is `self`."""
+    return tuple(inspect.signature(inspect.unwrap(stock_type(module).forward)).parameters)
 
 
 def dtype_of(layer: nn.Module) -> torch.dtype:
@@ -74,9 +76,14 @@ def dtype_of(layer: nn.Module) -> torch.dtype:
 
 def config_of(layer: nn.Module) -> Any:
     found = next((m.__dict__["config"] for m in layer.modules() if "config" in m.__dict__), None)
-    if found is None:
+    if not isinstance(found, PretrainedConfig):
         raise NotStraight("none of its modules has a config")
     return found
+
+
+def configs_of(layer: nn.Module) -> dict[int, Any]:
+    """All configs of a layer by their ids: the memo of a copy that shares them."""
+    return {id(v): v for m in layer.modules() for v in vars(m).values() if isinstance(v, PretrainedConfig)}
 
 
 def width_of(layer: nn.Module) -> int:
@@ -88,8 +95,7 @@ def width_of(layer: nn.Module) -> int:
 
 def head_width(layer: nn.Module) -> int:
     """The width of the angles: a head, or the part of it that is rotated."""
-    config = next((vars(m)["config"] for m in layer.modules() if "config" in vars(m)), None)
-    share = (getattr(config, "rope_parameters", None) or {}).get("partial_rotary_factor") or 1.0
+    share = (getattr(config_of(layer), "rope_parameters", None) or {}).get("partial_rotary_factor") or 1.0
     for module in layer.modules():
         if isinstance(getattr(module, "rotary_ndims", None), int):
             return int(module.rotary_ndims)  # type: ignore[arg-type]

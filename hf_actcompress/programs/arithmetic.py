@@ -63,7 +63,7 @@ class Scale(Operation):
         return e.call(operator.mul, x, self.factor)
 
     def backward(self, b: Backward, step: Step) -> None:
-        b.give(step.ins[0], b.call(operator.mul, b.dy(step), self.factor))
+        b.give(step.x, b.call(operator.mul, b.dy(step), self.factor))
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Neg(Operation):
     by_rows: ClassVar[bool] = True
 
     def backward(self, b: Backward, step: Step) -> None:
-        b.give(step.ins[0], b.call(operator.neg, b.dy(step)))
+        b.give(step.x, b.call(operator.neg, b.dy(step)))
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class Cast(Operation):
 
     def backward(self, b: Backward, step: Step) -> None:
         # `give` casts it back
-        b.give(step.ins[0], b.dy(step))
+        b.give(step.x, b.dy(step))
 
 
 @dataclass(frozen=True)
@@ -108,13 +108,8 @@ class Unbind(Operation):
         parts = e.call(torch.unbind, x, self.dim)
         return tuple(e.item(parts, i) for i in range(self.count))
 
-    def rebuild(self, b: Backward, step: Step) -> None:
-        (x,) = step.ins
-        assert x is not None
-        b.values.update(zip(step.outs, self.forward(b, b.want(x)), strict=True))
-
     def backward(self, b: Backward, step: Step) -> None:
-        b.give(step.ins[0], b.call(torch.stack, [b.dy(step, i) for i in range(self.count)], self.dim))
+        b.give(step.x, b.call(torch.stack, [b.dy(step, i) for i in range(self.count)], self.dim))
 
 
 @dataclass(frozen=True)
@@ -139,18 +134,8 @@ class Split(Operation):
         parts = e.call(torch.Tensor.split, x, list(self.sizes), self.dim)
         return tuple(e.item(parts, i) for i in range(len(self.sizes)))
 
-    def rebuild(self, b: Backward, step: Step) -> None:
-        (x,) = step.ins
-        assert x is not None
-        b.values.update(zip(step.outs, self.forward(b, b.want(x)), strict=True))
-
     def backward(self, b: Backward, step: Step) -> None:
-        b.give(step.ins[0], b.call(torch.cat, [b.dy(step, i) for i in range(len(step.outs))], self.dim))
-
-
-def sliced(x: Tensor, start: int, end: int, step: int) -> Tensor:
-    """x[..., start:end:step]."""
-    return x[..., start:end:step]
+        b.give(step.x, b.call(torch.cat, [b.dy(step, i) for i in range(len(step.outs))], self.dim))
 
 
 def unsliced(dy: Tensor, dim: int, size: int, start: int, step: int) -> Tensor:
@@ -182,11 +167,11 @@ class Slice(Operation):
 
     def forward(self, e: Emitter, x: Node) -> Node:
         if self.step > 1:
-            return e.call(sliced, x, self.start, self.end, self.step)
+            return e.call(operator.getitem, x, (Ellipsis, slice(self.start, self.end, self.step)))
         return e.call(torch.narrow, x, self.dim, self.start, self.end - self.start)
 
     def backward(self, b: Backward, step: Step) -> None:
-        b.give(step.ins[0], b.call(unsliced, b.dy(step), self.dim, self.size, self.start, self.step))
+        b.give(step.x, b.call(unsliced, b.dy(step), self.dim, self.size, self.start, self.step))
 
 
 @dataclass(frozen=True)
@@ -198,8 +183,7 @@ class Stack(Operation):
 
     def backward(self, b: Backward, step: Step) -> None:
         parts = b.call(torch.unbind, b.dy(step), -1)
-        for i, value in enumerate(step.ins):
-            b.give(value, b.item(parts, i))
+        b.give_each(step.ins, parts)
 
 
 @dataclass(frozen=True)
@@ -212,7 +196,7 @@ class Repeat(Operation):
         return e.call(torch.repeat_interleave, x, self.times, -1)
 
     def backward(self, b: Backward, step: Step) -> None:
-        b.give(step.ins[0], b.call(_summed, b.dy(step), self.times))
+        b.give(step.x, b.call(_summed, b.dy(step), self.times))
 
 
 def _summed(dy: Tensor, times: int) -> Tensor:
@@ -234,5 +218,4 @@ class Cat(Operation):
 
     def backward(self, b: Backward, step: Step) -> None:
         parts = b.call(torch.Tensor.split, b.dy(step), list(self.sizes), -1)
-        for i, value in enumerate(step.ins):
-            b.give(value, b.item(parts, i))
+        b.give_each(step.ins, parts)

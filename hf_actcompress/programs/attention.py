@@ -55,7 +55,7 @@ class Attention(Operation):
 
     def backward(self, b: Backward, step: Step) -> None:
         *heads, mask = step.ins
-        dtype = b.dtype_of(step.outs[0])
+        dtype = b.dtype_of(step.y)
         dy = b.dy(step)
         kept = []
         for value, derived in zip(heads, self.derived, strict=True):
@@ -66,8 +66,7 @@ class Attention(Operation):
         of_mask = None if mask is None or not b.is_given(mask) else b.want(mask)
         args = *kept, *made[:2], of_mask, *made[2:], self.dropout, self.causal and of_mask is None, self.scale
         grads = b.call(dense_attention_bwd, self._kernel(b), dy, *args, like=_like_backward)
-        for i, value in enumerate(heads):
-            b.give(value, b.item(grads, i))
+        b.give_each(heads, grads)
 
 
 def _like_forward(kernel: str, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor | None, ...]:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.fx import Node
 
 from ..codecs import IDENTITY, Codec
+from .computation import Computation
 from .emit import Emitter
 from .keeping import Packing, opened, plus, popped, unpacked
 from .left_out import ROWS, TOKENS_FIRST, picked, restored, seen_as
@@ -26,32 +27,28 @@ class Backward(Emitter):
 
     Args:
         forward: The graph of the forward.
-        steps: The steps of the program.
+        program: The program.
         wanted: The values that want a gradient.
-        weights: The inputs that are parameters.
         inputs: The number of all inputs; 0: the code takes the values themselves, even where they are kept packed.
-        layouts: For each activation, which dimensions hold its tokens.
         sums: Sums that are made again, because everything that they are made from is kept anyway.
     """
 
     def __init__(
         self,
         forward: Emitter,
-        steps: Sequence[Step],
+        program: Computation,
         wanted: frozenset[int],
-        weights: frozenset[int],
         inputs: int = 0,
-        layouts: Mapping[int, str] = MappingProxyType({}),
         sums: frozenset[int] = frozenset(),
     ) -> None:
         super().__init__(forward.setting)
         self._sums = sums
         self._inputs = inputs
-        self._layouts = layouts if self.setting.fewer else {}
+        self._layouts = program.layouts if self.setting.fewer else {}
         # for each value that is kept through a codec, the node of the forward that makes its record
         self.packed: dict[int, Node] = {}
         self.wanted = wanted
-        self._steps = steps
+        self._steps = program.steps
         # for each value that is kept in a narrower dtype, the number under which it is kept
         self.casts: dict[int, int] = {}
         self._wide: dict[int, int] = {}
@@ -68,11 +65,11 @@ class Backward(Emitter):
         self.gradients: dict[int, Node] = {}
         # gradients that may be None when the code runs
         self.optional: set[Node] = set()
-        self._forward, self._weights = forward, weights
-        self._maker = {value: step for step in steps for value in step.outs}
+        self._forward, self._weights = forward, program.weights
+        self._maker = {value: step for step in program.steps for value in step.outs}
         # value of an activation [B, T, C] -> value of its view as rows [B * T, C], which the steps read
-        self._rows = {step.ins[0]: step.outs[0] for step in steps if step.operation.makes_rows}
-        self._tokens = {rows: value for value, rows in self._rows.items() if value is not None}
+        self._rows = {step.x: step.y for step in program.steps if step.operation.makes_rows}
+        self._tokens = {rows: value for value, rows in self._rows.items()}
 
     def want(self, value: int) -> Node:
         """The node of a value of the forward: kept, or made again right before its first use."""
@@ -170,7 +167,7 @@ class Backward(Emitter):
                 continue
             if value in step.outs[:1] and step.operation.keeps_output:
                 return step.codec, True
-            if value in step.ins[: step.operation.keeps] and self.wants(step.outs[0]):
+            if value in step.ins[: step.operation.keeps] and self.wants(step.y):
                 return step.operation.codec_of(step, value), False
         return IDENTITY, False
 
@@ -222,12 +219,11 @@ class Backward(Emitter):
             return False
         if value in self.wanted or all(x is None or x in self._weights for x in step.ins):
             return True
-        return step.operation.same and self._bytes(step.ins[0]) <= self._bytes(value)
+        return step.operation.same and self._bytes(step.x) <= self._bytes(value)
 
     def _is_narrower_than_what_is_kept(self, step: Step, value: int) -> bool:
         """Whether the source of a cast would be kept for the cast alone, and takes more memory than the cast."""
-        (source,) = step.ins
-        assert source is not None
+        source = step.x
         kept = source in self._maker and not self._rebuilds(source)
         alone = source not in self.values and self.read_by(source) == [step]
         return kept and alone and self._bytes(value) < self._bytes(source)
@@ -236,13 +232,12 @@ class Backward(Emitter):
         """Whether a view is kept through a codec, while its source would be kept without one."""
         if not self._inputs or self.codec_of(value) == IDENTITY:
             return False
-        (source,) = step.ins
-        assert source is not None
+        source = step.x
         kept = source in self._maker and not self._rebuilds(source)
         return kept and source not in self.values and self.codec_of(source) == IDENTITY
 
-    def _bytes(self, value: int | None) -> int:
-        return 0 if value is None else int(self._forward.meta(self._forward.values[value]).itemsize)
+    def _bytes(self, value: int) -> int:
+        return int(self._forward.meta(self._forward.values[value]).itemsize)
 
     def dy(self, step: Step, index: int = 0) -> Node:
         """The gradient of a value that the step has made."""
@@ -260,6 +255,10 @@ class Backward(Emitter):
         shape: torch.Size = self._forward.meta(self._forward.values[value]).shape
         return shape
 
+    def empty(self, values: Sequence[int]) -> tuple[Tensor, ...]:
+        """A tensor without data for each of these values of the forward."""
+        return tuple(torch.empty(self.shape_of(x), dtype=self.dtype_of(x), device="meta") for x in values)
+
     def stop(self, weights: Sequence[int]) -> None:
         """Hand over the gradients of weights, and stop until they have been added up."""
         done = [self.gradients.pop(weight, None) for weight in weights]
@@ -274,3 +273,9 @@ class Backward(Emitter):
         if known is not None:
             gradient = self.call(plus if known in self.optional else operator.add, known, gradient)
         self.gradients[value] = gradient
+
+    def give_each(self, values: Sequence[int | None], found: Node) -> None:
+        """Add to the gradients of those values that want one; `found` is a tuple with one for each value."""
+        for i, value in enumerate(values):
+            if self.wants(value):
+                self.give(value, self.item(found, i))

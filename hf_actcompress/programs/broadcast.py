@@ -49,4 +49,4 @@ class Expand(Operation):
         return type(self), self.dim, self.count > 1
 
     def backward(self, b: Backward, step: Step) -> None:
-        b.give(step.ins[0], b.call(torch.Tensor.sum, b.dy(step), self.dim, True))
+        b.give(step.x, b.call(torch.Tensor.sum, b.dy(step), self.dim, True))

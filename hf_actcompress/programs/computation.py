@@ -7,7 +7,6 @@ from functools import cached_property
 
 from torch import Tensor
 
-from .shapes import Reshape
 from .step import Step
 
 
@@ -42,12 +41,6 @@ class Computation:
             for value in self.weights.intersection(step.ins):
                 readers.setdefault(value, i)
         return readers
-
-    @cached_property
-    def seen_as_tokens(self) -> dict[int, int]:
-        """For each value [B, T, C] that is a view of rows, the value of the rows."""
-        views = [s for s in self.steps if isinstance(s.operation, Reshape) and s.operation.makes_tokens]
-        return {step.outs[0]: step.ins[0] for step in views if step.ins[0] is not None}
 
     @cached_property
     def elements(self) -> int:

@@ -30,7 +30,7 @@ class Norms:
     """The norms of the rows of weight + scaling * B A, under the autocast of a setting. It holds no weight."""
 
     def __init__(self, of: Magnitude, setting: CallSetting) -> None:
-        self.of, self.device, self.dtype = of, setting.device.type, setting.autocast
+        self.of, self.setting = of, setting
         self.__name__, self.__module__ = "norms", __name__
 
     def __call__(self, weight: Tensor, a: Tensor, b: Tensor) -> Tensor:
@@ -38,7 +38,7 @@ class Norms:
         layer = of.kind.__new__(of.kind)
         layer.__dict__.update(_parameters={}, _modules={}, _buffers={}, _dora_cache={}, training=True)
         layer.__dict__["fan_in_fan_out"] = of.transposed
-        with torch.autocast(self.device, self.dtype, enabled=self.dtype is not None, cache_enabled=False):
+        with self.setting.autocasting(weight):
             product = layer.get_lora_weight(lora_A=_Product(a), lora_B=_Product(b), adapter_name=None)
             norms: Tensor = layer.get_weight_norm(
                 weight=weight.to(of.dtype), lora_weight=product.to(of.dtype), scaling=of.scaling, adapter_name=None
@@ -84,8 +84,8 @@ class Magnitude(Operation):
         b.values[out] = b.call(operator.truediv, b.want(magnitude), b.want(norms))  # type: ignore[arg-type]
 
     def backward(self, b: Backward, step: Step) -> None:
-        if b.wants(step.ins[0]):
-            b.give(step.ins[0], b.call(operator.truediv, b.dy(step), b.want(step.outs[1])))
+        if b.wants(step.x):
+            b.give(step.x, b.call(operator.truediv, b.dy(step), b.want(step.outs[1])))
 
 
 @dataclass(frozen=True)
@@ -97,11 +97,8 @@ class Rescaled(Operation):
 
     scaling: float
 
-    def _parts(self, e: Emitter, scale: Node) -> Node:
-        return e.once(operator.sub, scale, 1)
-
     def forward(self, e: Emitter, scale: Node, base: Node, added: Node) -> Node:
-        own = e.call(operator.mul, self._parts(e, scale), base)
+        own = e.call(operator.mul, e.once(operator.sub, scale, 1), base)
         return e.call(operator.add, own, e.call(operator.mul, e.call(operator.mul, scale, added), self.scaling))
 
     def backward(self, b: Backward, step: Step) -> None:
@@ -115,7 +112,7 @@ class Rescaled(Operation):
         if b.wants(added):
             b.give(added, b.call(operator.mul, scaled, of))
         if b.wants(base):
-            b.give(base, b.call(operator.mul, dy, self._parts(b, of)))
+            b.give(base, b.call(operator.mul, dy, b.once(operator.sub, of, 1)))
 
 
 @dataclass(frozen=True)

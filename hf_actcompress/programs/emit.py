@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 from torch.fx import Node
 
 from ..dispatch import implementation
@@ -47,6 +47,11 @@ class CallSetting:
     stops: Stops = ()
     kernel: str | None = None
     fewer: bool = False
+
+    def autocasting(self, x: Tensor) -> torch.autocast:
+        """The autocast of this setting, for code that reads x. Its cache, which is for cast weights, is off."""
+        device = "cpu" if x.is_meta else self.device.type
+        return torch.autocast(device, self.autocast, enabled=self.autocast is not None, cache_enabled=False)
 
 
 class Emitter:
@@ -160,12 +165,24 @@ class Chosen:
 
 
 class Bound:
-    """A function with its last arguments."""
+    """A function with its last arguments and with the name that `torch.fx` asks for, which a partial does not have."""
 
-    def __init__(self, function: Callable[..., Any], tail: tuple[Any, ...]) -> None:
+    def __init__(self, function: Any, tail: tuple[Any, ...] = ()) -> None:
         self.function, self.tail = function, tail
         # if `__module__` named torch, the generated code would look the function up there
-        self.__name__, self.__module__ = function.__name__, __name__
+        self.__name__, self.__module__ = getattr(function, "func", function).__name__, __name__
 
     def __call__(self, *args: Any) -> Any:
         return self.function(*args, *self.tail)
+
+
+class UnderAutocast:
+    """A function that runs under the autocast of a setting, whatever autocast is on when it is called."""
+
+    def __init__(self, function: Callable[..., Any], setting: CallSetting) -> None:
+        self.function, self.setting = function, setting
+        self.__name__, self.__module__ = "under_autocast", __name__
+
+    def __call__(self, x: Tensor, *others: Any) -> Any:
+        with self.setting.autocasting(x):
+            return self.function(x, *others)

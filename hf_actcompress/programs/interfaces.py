@@ -14,6 +14,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ..models.attention_rows import calls_interface
 from ..modules.base import stock_type
+from .arguments import forward_names
 from .tape import Attend
 
 # arguments that a layer may hand on to its attention function
@@ -40,30 +41,23 @@ def handed_on(layer: nn.Module) -> dict[str, Any]:
     """A stand-in for each argument that the layer may hand on, to see which of them reach its attention function."""
     if not any(map(calls_another, layer.modules())):
         return {}
-    names = inspect.signature(inspect.unwrap(stock_type(layer).forward)).parameters
+    names = forward_names(layer)
     return {name: object() for name in _HANDED if name in names or "kwargs" in names}
 
 
 def handed_in(options: Mapping[str, Any], handed: Mapping[int, str]) -> tuple[tuple[str, str], ...]:
     """The keywords of a call that are arguments of the layer, and the names of these.
 
-    Args:
-        options: The keywords.
-        handed: By the id of a stand-in: the name of the argument.
+    `handed` has the name of each argument by the id of its stand-in.
     """
     found = [(word, handed[id(value)]) for word, value in options.items() if id(value) in handed]
     return (*found, ("use_cache", "use_cache")) if "use_cache" in options else tuple(found)
 
 
 def call(part: Attend, module: Any, q: Tensor, k: Tensor, v: Tensor, given: Mapping[str, Any], options: Any) -> Tensor:
-    """The attention's output [B, T, H, D].
+    """The attention's output [B, T, H, D] of q, k and v [B, H, T, D].
 
-    Args:
-        part: The call as it was recorded.
-        module: The attention.
-        q, k, v: [B, H, T, D].
-        given: The arguments of the layer.
-        options: Keywords of the call that the module itself has.
+    `given` are the arguments of the layer, `options` the keywords of the call that the module itself has.
     """
     function = ALL_ATTENTION_FUNCTIONS[module.config._attn_implementation]
     handed = {keyword: given[name] for keyword, name in part.handed or () if name in given}

@@ -66,22 +66,6 @@ def know_outside(values: Sequence[Any], outside: Sequence[Outside]) -> None:
             record_of(values[place].flatten(2) if flat else values[place], codec)
 
 
-class SavedValues(NamedTuple):
-    """What is saved, in the order of the plan and with further tensors behind it.
-
-    Attributes:
-        tensors: The tensors to save; None in the place of a value that is taken apart, whose tensors are at the end.
-        slots: By its place, how each such value is put together again.
-        keepers: The module for which each is kept.
-        left: What the backward knows of the rows that are left out.
-    """
-
-    tensors: list[Any]
-    slots: dict[int, Slot]
-    keepers: Sequence[str]
-    left: Left | None
-
-
 class Outside(NamedTuple):
     """A kept activation that was made outside of the program, and may have a registry record.
 
@@ -104,7 +88,7 @@ def taken_apart(
     keepers: Sequence[str],
     device: torch.device,
     left_out: LeftOut | None = None,
-) -> SavedValues:
+) -> tuple[list[Any], dict[int, Slot], list[str], Left | None]:
     """What to save of values: tensors, records, and activations from outside, which may have a record already.
 
     Args:
@@ -113,6 +97,11 @@ def taken_apart(
         keepers: The module for which each is kept.
         device: The device of the values.
         left_out: The rows that are left out; None if all are kept.
+
+    Returns:
+        The tensors to save, with None in the place of a value that is taken apart, whose tensors are at the end; by its
+        place, how each such value is put together again; the module for which each tensor is kept; what the backward
+        knows of the rows that are left out.
     """
     slots: dict[int, Slot] = {}
     leaves, names = Leaves(), list(keepers)
@@ -135,7 +124,7 @@ def taken_apart(
             take(i, slot_of_new(value, leaves))
     left = None if left_out is None else Left.of(left_out, device, leaves, len(values))
     names.extend([""] * (len(values) + len(leaves.tensors) - len(names)))
-    return SavedValues(values + leaves.tensors, slots, names, left)
+    return values + leaves.tensors, slots, names, left
 
 
 def _is_itself(record: Record) -> bool:

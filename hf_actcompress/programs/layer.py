@@ -6,9 +6,8 @@ layer over its patched children, with the same numbers.
 
 from __future__ import annotations
 
-import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..codecs import IDENTITY, Codec
-from ..modules.base import ModuleMixin, Settings, has_hooks, is_sharded, recording, stock_type
+from ..modules.base import ModuleMixin, Settings, has_hooks, is_sharded, recording
 from ..modules.checkpoint import (
     CHECKPOINT_FUNCTION,
     WITH_ATTENTION,
@@ -27,6 +26,7 @@ from ..modules.checkpoint import (
 )
 from ..ops.autocast import autocast_dtype
 from ..private_apis import FakeTensor
+from .arguments import forward_names
 from .checkpoint import is_plain
 from .layer_code import LayerCode, cache_of
 from .look import Look
@@ -141,14 +141,15 @@ class LayerPrograms:
     def of(
         cls,
         layer: nn.Module,
-        tapes: Mapping[torch.dtype | None, Tape],
+        tape: Tape,
+        autocast: torch.dtype | None,
         prove: Callable[[nn.Module, torch.dtype | None], Tape],
     ) -> LayerPrograms:
-        codes = [LayerCode.of(layer, tape, autocast) for autocast, tape in tapes.items()]
+        code = LayerCode.of(layer, tape, autocast)
         return cls(
-            {(code.dtype, code.autocast): code for code in codes},
+            {(code.dtype, autocast): code},
             prove,
-            tuple(inspect.signature(inspect.unwrap(stock_type(layer).forward)).parameters)[2:],
+            forward_names(layer)[2:],
             Look.at(layer),
         )
 
@@ -157,10 +158,7 @@ class LayerPrograms:
     ) -> tuple[Any] | None:
         """What the layer returns, in a tuple; None for a call that goes leaf by leaf.
 
-        Args:
-            layer: The layer that runs.
-            args, kwargs: The arguments of the call.
-            checkpointed: Through which codec its input is kept, if all else is to be made again in backward.
+        `checkpointed` is the codec through which its input is kept, if all else is to be made again in backward.
         """
         if len(args) != 1:
             if not args or len(args) > 1 + len(self.names):
@@ -208,9 +206,8 @@ def _why_unknown(code: LayerCode, x: Tensor, kwargs: dict[str, Any]) -> str | No
     if x.dim() != 3 or x.dtype != code.dtype or not x.numel() or not (x.is_contiguous() or code.any_order):
         return "its input has another dtype, shape or order in memory"
     if not kwargs.keys() <= _KNOWN:
-        others = kwargs.keys() - _KNOWN - code.inputs.keys() - code.masks
-        for name in others:
-            if _says_something(kwargs[name]):
+        for name in kwargs.keys() - _KNOWN - code.inputs.keys() - code.masks:
+            if kwargs[name] is not None and kwargs[name] is not False:
                 return f"it is called with {name}"
     if len(code.inputs) > _OF_ALL and not _has_inputs(code, x, kwargs):
         return "position biases or an encoder's states are given otherwise"
@@ -248,10 +245,6 @@ def _are_given(angles: Any, x: Tensor, width: int) -> bool:
         return False
     cos = angles[0]
     return cos.dtype == x.dtype and cos.size(-1) == width and cos.dim() == 3 and not cos.requires_grad
-
-
-def _says_something(argument: Any) -> bool:
-    return argument is not None and argument is not False
 
 
 def _is_empty(cache: Any, layer: int) -> bool:

@@ -82,7 +82,12 @@ class LayerCode:
             whole,
             parts,
             tuple(modules[part.module] if isinstance(part, Attend) else None for part in parts),
-            tuple(_readers(modules, part) for part in parts),
+            tuple(
+                {name: _reader(modules[part.module], name, value) for name, value in part.keywords}
+                if isinstance(part, Attend)
+                else {}
+                for part in parts
+            ),
             tuple(_heads(part, later) for part, later in zip_longest(parts, parts[1:])),
             tuple(_place(modules, name) for name in names),
             tuple(
@@ -108,19 +113,14 @@ class LayerCode:
     ) -> tuple[Any] | None:
         """What the layer returns, in a tuple; None for a call that this code cannot run.
 
-        Args:
-            x: Its input.
-            weights: The parameters in `places`.
-            kwargs: Its other arguments.
-            sharded: Whether the weights' memory is freed when the layer has run.
-            checkpointed: Through which codec its input is kept, if all else is to be made again in backward.
+        `weights` are the parameters in `places`. `sharded` says whether their memory is freed when the layer has run.
         """
         y = None
         own = self.whole is not None and self.whole.own
         if self.biases:
             kwargs = self._with_biases(x, kwargs)
-        if self.whole is not None and (self.again or checkpointed is None):
-            y = self._as_a_whole(self.whole, x, weights, kwargs, sharded, checkpointed)
+        if self.again or checkpointed is None:
+            y = self._as_a_whole(x, weights, kwargs, sharded, checkpointed)
         if y is None and checkpointed is None and not own and not (self.another and left_out_of(x) is not None):
             y = self._in_parts(x, kwargs, sharded)
         if y is None:
@@ -140,16 +140,12 @@ class LayerCode:
         return found
 
     def _as_a_whole(
-        self,
-        whole: Whole,
-        x: Tensor,
-        weights: list[Any],
-        kwargs: dict[str, Any],
-        sharded: bool,
-        checkpointed: Codec | None,
+        self, x: Tensor, weights: list[Any], kwargs: dict[str, Any], sharded: bool, checkpointed: Codec | None
     ) -> Tensor | None:
         """The result of the layer as one program; None for a call that cannot run so."""
-        cache = cache_of(kwargs)
+        whole, cache = self.whole, cache_of(kwargs)
+        if whole is None:
+            return None
         masks = [kwargs.get(name) for name in whole.masks]
         kernel = whole.kernel(x, masks, self.autocast)
         if kernel is None:
@@ -166,10 +162,7 @@ class LayerCode:
         part = whole.part if cache is None else whole.cached
         ins = self._given(part.ins, x, kwargs, whole.given_masks(masks, kernel, self.autocast))
         heads: Heads | None = {} if 3 * x.numel() >= handing.LARGE else None
-        if checkpointed is not None:
-            found = part.program.checkpointed([*ins, *weights], self.autocast, heads, kernel, checkpointed, left_out)
-        else:
-            found = part.program([*ins, *weights], self.autocast, sharded, heads, kernel, left_out)
+        found = part.program([*ins, *weights], self.autocast, sharded, heads, kernel, left_out, checkpointed)
         place = 0
         if cache is not None:
             place, *others = whole.outputs
@@ -262,15 +255,8 @@ def _place(modules: dict[str, nn.Module], name: str) -> tuple[dict[str, Any], st
     return modules[path]._parameters, leaf  # type: ignore[return-value]
 
 
-def _readers(modules: dict[str, nn.Module], part: Part | Attend) -> Mapping[str, Callable[[Any], Any]]:
-    """How to read each keyword off the attention's module or config; one that is on neither is a constant."""
-    if not isinstance(part, Attend):
-        return {}
-    module = modules[part.module]
-    return {name: _reader(module, name, value) for name, value in part.keywords}
-
-
 def _reader(module: nn.Module, name: str, value: Any) -> Callable[[Any], Any]:
+    """How to read a keyword off the attention's module or config; one that is on neither is a constant."""
     for place in (name, f"config.{name}"):
         try:
             if attrgetter(place)(module) == value:

@@ -86,18 +86,12 @@ def picked(x: Tensor, rows: Tensor, layout: str) -> Tensor:
     return (x if layout == ROWS else x.flatten(0, 1)).index_select(0, rows)
 
 
-class Spread(NamedTuple):
-    """What brings all rows back in one backward."""
-
-    back: RealRows | SharedRows
-    saved: Tensor
-
-
-def restored(rows: Tensor, spread: Spread, layout: str) -> Tensor:
+def restored(rows: Tensor, spread: tuple[RealRows | SharedRows, Tensor], layout: str) -> Tensor:
     """A function in the backward's code: the activation from which the rows were picked, with all of its rows."""
+    back, saved = spread
     if layout == ROWS:
-        return spread.back.flat(rows, spread.saved)
-    x = spread.back(rows, spread.saved)
+        return back.flat(rows, saved)
+    x = back(rows, saved)
     return x.transpose(1, 2) if layout == HEADS else x
 
 
@@ -128,8 +122,9 @@ class Left:
         rows = first + leaves.add(left_out.saved(device))
         return cls(left_out.back, rows, None if left_out.seen is None else first + leaves.add(left_out.seen))
 
-    def spread(self, saved: Sequence[Any]) -> Spread:
-        return Spread(self.back, saved[self.rows])
+    def spread(self, saved: Sequence[Any]) -> tuple[RealRows | SharedRows, Tensor]:
+        """What brings all rows back in one backward."""
+        return self.back, saved[self.rows]
 
     def check(self, saved: Sequence[Any], grads: Sequence[Tensor | None], layouts: Sequence[str | None]) -> None:
         """Note the gradients of the outputs, the last one first, in the guard, which raises at the end of backward."""

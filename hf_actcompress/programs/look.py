@@ -90,7 +90,7 @@ class Look:
         looks = [
             *((module._modules, name, child) for module, name, child in self.children),
             *((vars(module), name, value) for module, name, value in self.attributes),
-            *((_globals(kind), name, value) for kind, name, value in self.functions),
+            *((inspect.unwrap(kind.forward).__globals__, name, value) for kind, name, value in self.functions),
         ]
         places, names, values = zip(*looks, strict=True)
         self._fast = hooks, states, places, names, list(values)
@@ -102,12 +102,6 @@ def _children(layer: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
         for name, child in module._modules.items():
             if child is not None:
                 yield module, name, child
-
-
-def _globals(kind: type[nn.Module]) -> dict[str, Any]:
-    forward: Any = inspect.unwrap(kind.forward)
-    found: dict[str, Any] = forward.__globals__
-    return found
 
 
 def _called(kind: type[nn.Module]) -> Iterator[tuple[str, Any]]:

@@ -22,11 +22,6 @@ from .step import Operation, Step
 from .views import rows_of, tokens_of
 
 
-def _residual(b: Backward, x: int) -> Node | None:
-    """The gradient that a norm's input already has. The norm's backward adds its own to it, which saves a pass."""
-    return b.gradients.pop(x, None)
-
-
 def _transposed_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return linear_fwd(x, weight, bias, True)
 
@@ -52,7 +47,7 @@ class Linear(Operation):
     def backward(self, b: Backward, step: Step) -> None:
         x, weight, bias = step.ins
         assert x is not None and weight is not None
-        dtype = b.dtype_of(step.outs[0])
+        dtype = b.dtype_of(step.y)
         dy = b.dy(step)
         rows = rows_of(b, dy)
         if b.wants(x):
@@ -81,40 +76,37 @@ class RMSNorm(Operation):
         return e.item(both, 0), e.item(both, 1)
 
     def rebuild(self, b: Backward, step: Step) -> None:
-        x, weight = step.ins
-        assert x is not None
+        weight = step.ins[1]
         gain = None if weight is None else b.want(weight)
-        args = b.want(x), b.want(step.outs[1]), gain, self.formula
+        args = b.want(step.x), b.want(step.outs[1]), gain, self.formula
         if self._shares(b, step):
             normed = b.call(rms_norm_normed, *args)
-            b.shared[step.outs[0]] = (normed,)
-            b.values[step.outs[0]] = b.call(operator.mul, gain, normed)
+            b.shared[step.y] = (normed,)
+            b.values[step.y] = b.call(operator.mul, gain, normed)
         else:
-            b.values[step.outs[0]] = b.dispatched("rms_norm_rebuild", self.formula, *args)
+            b.values[step.y] = b.dispatched("rms_norm_rebuild", self.formula, *args)
 
     def _shares(self, b: Backward, step: Step) -> bool:
         """Whether x / rms(x) is made once for y and for the gradient of the gain."""
-        x, weight = step.ins
-        if x is None or not b.wants(weight) or applies_gain_in_fp32(b.meta(b.want(weight)), self.formula):  # type: ignore[arg-type]
+        weight = step.ins[1]
+        if not b.wants(weight) or applies_gain_in_fp32(b.meta(b.want(weight)), self.formula):  # type: ignore[arg-type]
             return False
-        return b.is_reference(b.want(x), self.formula, "rms_norm_rebuild", "rms_norm_bwd")
+        return b.is_reference(b.want(step.x), self.formula, "rms_norm_rebuild", "rms_norm_bwd")
 
     def backward(self, b: Backward, step: Step) -> None:
-        x, weight = step.ins
-        assert x is not None
+        x, weight = step.x, step.ins[1]
         gain = None if weight is None else b.want(weight)
-        shared = step.outs[0] in b.shared
+        shared = step.y in b.shared
         if shared:
             # first, so that the shared x / rms(x) is freed early
-            b.give(weight, b.call(rms_norm_weight_bwd, b.dy(step), *b.shared[step.outs[0]], gain))
+            b.give(weight, b.call(rms_norm_weight_bwd, b.dy(step), *b.shared[step.y], gain))
         needed = b.wants(x), b.wants(weight) and not shared
         if not any(needed):
             return
-        args = b.dy(step), b.want(x), gain, b.want(step.outs[1]), self.formula, needed, _residual(b, x)
+        # the kernel adds its own gradient to the one that x has already, which saves a pass
+        args = b.dy(step), b.want(x), gain, b.want(step.outs[1]), self.formula, needed, b.gradients.pop(x, None)
         both = b.dispatched("rms_norm_bwd", self.formula, *args)
-        for i, value in enumerate(step.ins):
-            if needed[i]:
-                b.give(value, b.item(both, i))
+        b.give_each(step.ins[:1] if shared else step.ins, both)
 
 
 @dataclass(frozen=True)
@@ -142,19 +134,11 @@ class LayerNorm(Operation):
         found = e.dispatched("layer_norm_fwd", None, x, self.shape, weight, bias, self.eps)
         return tuple(e.item(found, i) for i in range(3))
 
-    def rebuild(self, b: Backward, step: Step) -> None:
-        ins = tuple(None if x is None else b.want(x) for x in step.ins)
-        b.values[step.outs[0]] = self.forward(b, *ins)[0]
-
     def backward(self, b: Backward, step: Step) -> None:
-        assert step.ins[0] is not None
         x, weight, bias = self._inputs(b, tuple(None if value is None else b.want(value) for value in step.ins))
         mean, rstd = (b.want(value) for value in step.outs[1:])
         needed = tuple(b.wants(value) for value in step.ins)
-        # dx of an input that was cast for the norm is cast back before it is added
-        residual = _residual(b, step.ins[0]) if b.dtype(x) == b.dtype_of(step.ins[0]) else None
+        # as in RMSNorm; but dx of an input that was cast for the norm is cast back before it is added
+        residual = b.gradients.pop(step.x, None) if b.dtype(x) == b.dtype_of(step.x) else None
         args = b.dy(step), x, self.shape, mean, rstd, weight, bias, needed, residual
-        found = b.dispatched("layer_norm_bwd", None, *args)
-        for i, value in enumerate(step.ins):
-            if needed[i]:
-                b.give(value, b.item(found, i))
+        b.give_each(step.ins, b.dispatched("layer_norm_bwd", None, *args))

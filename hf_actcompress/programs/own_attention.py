@@ -81,27 +81,20 @@ class _Run:
     def __init__(
         self, code: AttentionCode, setting: CallSetting, cached: bool, needed: tuple[bool, ...] = (True,) * 3
     ) -> None:
-        self.code, self.cached, self.needed = code, cached, needed
-        self.device, self.dtype = setting.device.type, setting.autocast
+        self.code, self.setting, self.cached, self.needed = code, setting, cached, needed
         self.__name__, self.__module__ = "own_attention", __name__
 
-    def graph(self, mask: Tensor | None, *tensors: Tensor | None) -> tuple[Tensor, list[Tensor]]:
+    def graph(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, bias: Tensor | None
+    ) -> tuple[Tensor, list[Tensor]]:
         """The output, and the aliases of those of q, k, v and the bias that want a gradient."""
-        q, k, v, bias = tensors
-        heads = (q, _copy(k), _copy(v)) if self.cached else (q, k, v)
+        if self.cached:
+            k, v = (x.clone(memory_format=torch.contiguous_format) for x in (k, v))
         wanted = (*self.needed, bias is not None and bias.requires_grad)
-        aliases = [None if x is None else alias(x, w) for x, w in zip((*heads, bias), wanted, strict=True)]
-        with torch.enable_grad(), self._autocast():
+        aliases = [None if x is None else alias(x, w) for x, w in zip((q, k, v, bias), wanted, strict=True)]
+        with torch.enable_grad(), self.setting.autocasting(q):
             out = self.code(aliases[0], aliases[1], aliases[2], mask, aliases[3])  # type: ignore[arg-type]
         return out, [x for x, w in zip(aliases, wanted, strict=True) if x is not None and w]
-
-    def _autocast(self) -> torch.autocast:
-        # autocast's cache is for weights, and none is cast here
-        return torch.autocast(self.device, self.dtype, enabled=self.dtype is not None, cache_enabled=False)
-
-
-def _copy(x: Tensor | None) -> Tensor | None:
-    return None if x is None else x.clone(memory_format=torch.contiguous_format)
 
 
 class First(_Run):
@@ -110,7 +103,7 @@ class First(_Run):
     ) -> tuple[Tensor, Tensor | None]:
         """The output [B, T, H, D], and the generator's state from which dropout was drawn."""
         state = rng_state(q.device) if self.code.draws else None
-        return self.graph(mask, q, k, v, bias)[0].detach(), state
+        return self.graph(q, k, v, mask, bias)[0].detach(), state
 
 
 class RunAgain(_Run):
@@ -119,7 +112,7 @@ class RunAgain(_Run):
     ) -> tuple[Tensor, Any]:
         """The output, and the graph below it."""
         with nullcontext() if state is None else replayed_rng(state, q.device):
-            graph = self.graph(mask, q, k, v, bias)
+            graph = self.graph(q, k, v, mask, bias)
         return graph[0].detach(), graph
 
 
@@ -173,14 +166,11 @@ class OwnAttention(Operation):
 
     def rebuild(self, b: Backward, step: Step) -> None:
         both = self._again(b, step)
-        b.shared[step.outs[0]] = (b.item(both, 1),)
-        b.values[step.outs[0]] = b.item(both, 0)
+        b.shared[step.y] = (b.item(both, 1),)
+        b.values[step.y] = b.item(both, 0)
 
     def backward(self, b: Backward, step: Step) -> None:
-        (graph,) = b.shared.get(step.outs[0]) or (b.item(self._again(b, step), 1),)
+        (graph,) = b.shared.get(step.y) or (b.item(self._again(b, step), 1),)
         *heads, _, bias = step.ins
         like = [x for x in (*heads, bias) if x is not None and b.wants(x) and b.is_given(x)]
-        empty = tuple(torch.empty(b.shape_of(x), dtype=b.dtype_of(x), device="meta") for x in like)
-        found = b.call(gradients, b.dy(step), graph, like=lambda *_: empty)
-        for i, value in enumerate(like):
-            b.give(value, b.item(found, i))
+        b.give_each(like, b.call(gradients, b.dy(step), graph, like=lambda *_: b.empty(like)))

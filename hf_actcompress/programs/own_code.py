@@ -5,7 +5,6 @@ Their own code runs in the forward, and again in backward, as in `ops.recomputed
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -17,7 +16,7 @@ from torch.fx import Node
 from ..modules.base import stock_type
 from ..ops.own_weights import alias
 from .backward import Backward
-from .emit import CallSetting, Emitter
+from .emit import Emitter, UnderAutocast
 from .step import Operation, Step
 from .tape import plain
 
@@ -29,7 +28,6 @@ class OwnCode:
         self.kind, self.names = stock_type(module), tuple(n for n, w in module._parameters.items() if w is not None)
         self.key: Hashable = (self.kind, plain(module), self.names)
         self._rest = {name: value for name, value in vars(module).items() if name not in ("_parameters", "actcompress")}
-        self._rest = copy.copy(self._rest)
         self.__name__, self.__module__ = "own_code", __name__
 
     def __call__(self, x: Tensor, *weights: Tensor) -> Any:
@@ -37,19 +35,6 @@ class OwnCode:
         module.__dict__.update(self._rest)
         module.__dict__["_parameters"] = dict(zip(self.names, weights, strict=True))
         return self.kind.forward(module, x)
-
-
-class UnderAutocast:
-    """Own code under the autocast of a setting, whatever autocast is on when it is called."""
-
-    def __init__(self, code: OwnCode, setting: CallSetting) -> None:
-        self.code, self.device, self.dtype = code, setting.device.type, setting.autocast
-        self.__name__, self.__module__ = "own_code", __name__
-
-    def __call__(self, x: Tensor, *weights: Tensor) -> Any:
-        device = "cpu" if x.is_meta else self.device
-        with torch.autocast(device, self.dtype, enabled=self.dtype is not None, cache_enabled=False):
-            return self.code(x, *weights)
 
 
 class Gradients:
@@ -81,14 +66,8 @@ class Recomputed(Operation):
         return e.call(UnderAutocast(self.code, e.setting), *ins)
 
     def backward(self, b: Backward, step: Step) -> None:
-        needed = tuple(b.wants(x) for x in step.ins)
-        like = [x for x, wanted in zip(step.ins, needed, strict=True) if wanted]
-        tensors = [b.want(x) for x in step.ins if x is not None]
-        gradients = Gradients(UnderAutocast(self.code, b.setting), needed)
-        found = b.call(gradients, b.dy(step), *tensors, like=lambda _, *metas: _wanted(metas, needed))
-        for i, value in enumerate(like):
-            b.give(value, b.item(found, i))
-
-
-def _wanted(metas: tuple[Tensor, ...], needed: tuple[bool, ...]) -> tuple[Tensor, ...]:
-    return tuple(torch.empty_like(x) for x, wanted in zip(metas, needed, strict=True) if wanted)
+        values = [x for x in step.ins if x is not None]
+        wanted = [x for x in values if b.wants(x)]
+        gradients = Gradients(UnderAutocast(self.code, b.setting), tuple(map(b.wants, values)))
+        found = b.call(gradients, b.dy(step), *map(b.want, values), like=lambda *_: b.empty(wanted))
+        b.give_each(wanted, found)

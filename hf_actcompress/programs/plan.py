@@ -142,9 +142,9 @@ def _sums_of_kept(program: Computation, forward: Emitter, backward: Backward) ->
         # a codec changes the terms, so their sum would not be the one of the forward
         return frozenset()
     found: set[int] = set()
-    sums = {step.outs[0] for step in program.steps if step.operation.sums}
+    sums = {step.y for step in program.steps if step.operation.sums}
     for value in sorted(sums.intersection(map(backward.wide, backward.kept))):
-        again = Backward(forward, program.steps, backward.wanted, program.weights, sums=frozenset({value}))
+        again = Backward(forward, program, backward.wanted, sums=frozenset({value}))
         again.take_sizes_of(again.popped(forward.meta(forward.values[0])))
         again.want(value)
         if program.weights.union(backward.kept).difference(found).issuperset(again.kept):
@@ -156,7 +156,7 @@ def _both_ways(program: Computation, setting: CallSetting, sums: frozenset[int])
     """The graphs if these sums are made again in backward."""
     forward = forward_of(program, setting)
     wanted = _wanted(program, setting.needed)
-    backward = Backward(forward, program.steps, wanted, program.weights, len(program.metas), program.layouts, sums)
+    backward = Backward(forward, program, wanted, len(program.metas), sums)
     for value in program.outputs:
         if value in wanted:
             backward.give(value, backward.popped(forward.meta(forward.values[value])))
@@ -206,18 +206,20 @@ def _outside(program: Computation, backward: Backward, place: int, value: int) -
     if codec == IDENTITY:
         for step in program.steps:
             if isinstance(step.operation, Reshape) and step.operation.flattens and step.ins == (value,):
-                return Outside(place, backward.codec_of(step.outs[0]), True, fewer)
+                return Outside(place, backward.codec_of(step.y), True, fewer)
     return Outside(place, codec, fewer=fewer)
 
 
 def _made_again(program: Computation, forward: Emitter, backward: Backward) -> dict[int, tuple[Backward, Node]]:
     """For each output that can be recomputed from values that are kept anyway, by place: the graph and its result."""
     again = {}
+    # for each value [B, T, C] that is a view of rows, the value of the rows
+    rows = {s.y: s.x for s in program.steps if isinstance(s.operation, Reshape) and s.operation.makes_tokens}
     for i, value in enumerate(program.outputs):
         if value in program.optional:
             continue
-        made = Backward(forward, program.steps, backward.wanted, program.weights, layouts=program.layouts)
-        node = made.want(program.seen_as_tokens.get(value, value))
+        made = Backward(forward, program, backward.wanted)
+        node = made.want(rows.get(value, value))
         if value >= len(program.metas) and all(x in backward.kept or x in program.weights for x in made.kept):
             again[i] = made, node
     return again

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.fx import Node
 
 from ..codecs import Codec
@@ -19,7 +19,7 @@ from ..reference import dropout_fwd
 from ..reference.activation import gelu_new_bwd, gelu_new_parts
 from ..reference.gated_mlp import gated_product_bwd_of
 from .backward import Backward
-from .emit import ESTIMATES, Bound, CallSetting, Emitter
+from .emit import ESTIMATES, Bound, Emitter, UnderAutocast
 from .step import Operation, Step
 from .tape import plain
 
@@ -35,7 +35,7 @@ class Activation(Operation):
     by_rows: ClassVar[bool] = True
 
     def codec_of(self, step: Step, value: int) -> Codec:
-        return step.codec.keeping_sign() if self.kind in SIGN_DECIDES and value == step.ins[0] else step.codec
+        return step.codec.keeping_sign() if self.kind in SIGN_DECIDES and value == step.x else step.codec
 
     def key(self) -> Hashable:
         return type(self), plain(self.act), self.kind, self.options
@@ -47,7 +47,7 @@ class Activation(Operation):
 
     def again_under(self, b: Emitter) -> Any:
         """The stock activation under the autocast of the forward, because a backward runs without autocast."""
-        return Under(self.stock, b.setting) if b.setting.autocast else Called(self.stock)
+        return UnderAutocast(self.stock, b.setting) if b.setting.autocast else Bound(self.stock)
 
     def has_kernel(self, e: Emitter, name: str, x: Node) -> bool:
         """Whether the function `name` is a kernel for the node."""
@@ -55,11 +55,11 @@ class Activation(Operation):
             return False
         return runs_kernel(name, torch.empty(1, dtype=e.dtype(x), device=e.setting.device), self.kind)
 
-    def forward(self, e: Emitter, x: Node) -> Node:
-        return self._of(e, Called(self.stock), x)
+    def forward(self, e: Emitter, *ins: Node) -> Node:
+        return self._of(e, Bound(self.stock), *ins)
 
-    def repeat(self, e: Emitter, x: Node) -> Node:  # type: ignore[override]
-        return self._of(e, self.again_under(e), x)
+    def repeat(self, e: Emitter, *ins: Node) -> Node:
+        return self._of(e, self.again_under(e), *ins)
 
     def _of(self, e: Emitter, stock: Any, x: Node) -> Node:
         if self.has_kernel(e, "activation_fwd", x):
@@ -67,21 +67,19 @@ class Activation(Operation):
         return e.call(stock, x)
 
     def rebuild(self, b: Backward, step: Step) -> None:
-        (x,) = step.ins
-        assert x is not None
+        x = step.x
         if self._is_gelu_new(b, x):
             parts = b.call(gelu_new_parts, b.want(x))
-            b.shared[step.outs[0]] = b.item(parts, 0), b.item(parts, 1)
-            b.values[step.outs[0]] = b.call(operator.mul, b.want(x), b.item(parts, 1))
+            b.shared[step.y] = b.item(parts, 0), b.item(parts, 1)
+            b.values[step.y] = b.call(operator.mul, b.want(x), b.item(parts, 1))
             return
-        tail = (self.again_under(b), self.kind, self.options, b.dtype_of(step.outs[0]))
-        b.values[step.outs[0]] = b.dispatched("activation_value", self.kind, b.want(x), tail=tail)
+        tail = (self.again_under(b), self.kind, self.options, b.dtype_of(step.y))
+        b.values[step.y] = b.dispatched("activation_value", self.kind, b.want(x), tail=tail)
 
     def backward(self, b: Backward, step: Step) -> None:
-        (x,) = step.ins
-        assert x is not None
-        if step.outs[0] in b.shared:
-            b.give(x, b.call(gelu_new_bwd, b.dy(step), b.want(x), *b.shared[step.outs[0]]))
+        x = step.x
+        if step.y in b.shared:
+            b.give(x, b.call(gelu_new_bwd, b.dy(step), b.want(x), *b.shared[step.y]))
             return
         b.give(x, b.dispatched("activation_bwd", self.kind, b.dy(step), b.want(x), self.kind, self.options))
 
@@ -105,42 +103,36 @@ class GatedProduct(Activation):
 
     keeps: ClassVar[int] = 2
 
-    def forward(self, e: Emitter, gate: Node, up: Node) -> Node:  # type: ignore[override]
-        return self._product(e, Called(self.stock), gate, up)
-
-    def repeat(self, e: Emitter, gate: Node, up: Node) -> Node:  # type: ignore[override]
-        return self._product(e, self.again_under(e), gate, up)
-
-    def _product(self, e: Emitter, stock: Any, gate: Node, up: Node) -> Node:
+    def _of(self, e: Emitter, stock: Any, gate: Node, up: Node) -> Node:  # type: ignore[override]
         if self.has_kernel(e, "gated_product_fwd", gate):
             return e.dispatched("gated_product_fwd", self.kind, gate, up, tail=(stock, self.kind, self.options))
         return e.call(operator.mul, e.call(stock, gate), up)
 
     def rebuild(self, b: Backward, step: Step) -> None:
-        tail = (self.again_under(b), self.kind, self.options, b.dtype_of(step.outs[0]))
+        tail = (self.again_under(b), self.kind, self.options, b.dtype_of(step.y))
         gate, up = (b.want(x) for x in step.ins if x is not None)
         dh, name = _own_dy(b, step), "gated_product_and_bwd"
         if dh is not None and all(map(b.wants, step.ins)) and self.has_kernel(b, name, dh):
             # one kernel makes the product and both gradients; the product may overwrite its own gradient, dh
-            b.values[step.outs[0]] = b.item(b.dispatched(name, self.kind, dh, gate, up, tail=(*tail, True)), 0)
+            b.values[step.y] = b.item(b.dispatched(name, self.kind, dh, gate, up, tail=(*tail, True)), 0)
         elif b.is_reference(gate, self.kind, "gated_product", "gated_product_bwd"):
             activated = b.call(self.again_under(b), gate)
-            b.shared[step.outs[0]] = (activated,)
-            b.values[step.outs[0]] = b.call(operator.mul, activated, up)
+            b.shared[step.y] = (activated,)
+            b.values[step.y] = b.call(operator.mul, activated, up)
         else:
-            b.values[step.outs[0]] = b.dispatched("gated_product", self.kind, gate, up, tail=tail)
+            b.values[step.y] = b.dispatched("gated_product", self.kind, gate, up, tail=tail)
 
     def backward(self, b: Backward, step: Step) -> None:
         gate, up = step.ins
         assert gate is not None and up is not None
-        again, first = b.values.get(step.outs[0]), 0
+        again, first = b.values.get(step.y), 0
         tail = (self.again_under(b), self.kind, self.options)
         found: Any
         if again is not None and again.target is operator.getitem:
             # the kernel in `rebuild` returned both gradients behind the product
             found, first = again.args[0], 1
-        elif step.outs[0] in b.shared:
-            args = *b.shared[step.outs[0]], self.kind, self.options
+        elif step.y in b.shared:
+            args = *b.shared[step.y], self.kind, self.options
             found = b.call(gated_product_bwd_of, b.dy(step), b.want(gate), b.want(up), *args)
         else:
             found = b.dispatched("gated_product_bwd", self.kind, b.dy(step), b.want(gate), b.want(up), tail=tail)
@@ -150,40 +142,10 @@ class GatedProduct(Activation):
 
 def _own_dy(b: Backward, step: Step) -> Node | None:
     """The gradient of the step's output, if it is complete, and a matmul's output that nothing else reads."""
-    dy = b.gradients.get(step.outs[0])
+    dy = b.gradients.get(step.y)
     if dy is None or b.rows.get(dy, dy).target is not torch.mm:
         return None
-    return dy if len(b.read_by(step.outs[0])) == 1 else None
-
-
-class Called(Bound):
-    """A stock activation with the name that `torch.fx` asks for."""
-
-    def __init__(self, stock: Any) -> None:
-        super().__init__(stock.func, ())
-        self.function = stock
-
-
-class Under:
-    """A function that always runs under the autocast of a setting. It reads no weights, so autocast caches nothing."""
-
-    def __init__(self, function: Any, setting: CallSetting) -> None:
-        self.function, self.device, self.dtype = function, setting.device.type, setting.autocast
-        self.__name__, self.__module__ = "under_autocast", __name__
-
-    def __call__(self, x: Tensor) -> Any:
-        if x.is_meta:
-            return self.function(x)
-        with torch.autocast(self.device, self.dtype, cache_enabled=False):
-            return self.function(x)
-
-
-def _like_first(x: Tensor, *_: Any) -> Tensor:
-    return torch.empty_like(x)
-
-
-def _like_dropout(x: Tensor, _: float) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(x), torch.empty(0, dtype=torch.uint8)
+    return dy if len(b.read_by(step.y)) == 1 else None
 
 
 @dataclass(frozen=True)
@@ -199,19 +161,19 @@ class Dropout(Operation):
         return True
 
     def forward(self, e: Emitter, x: Node) -> tuple[Node, ...]:
-        both = e.call(dropout_fwd, x, self.p, like=_like_dropout)
+        like: Any = torch.empty_like(e.meta(x)), torch.empty(0, dtype=torch.uint8)
+        both = e.call(dropout_fwd, x, self.p, like=lambda *_: like)
         return e.item(both, 0), e.item(both, 1)
 
     def _replay(self, b: Backward, step: Step, x: Node) -> Node:
-        return b.dispatched("dropout_replay", None, x, b.want(step.outs[1]), self.p, like=_like_first)
+        state = b.want(step.outs[1])
+        return b.dispatched("dropout_replay", None, x, state, self.p, like=lambda y, *_: torch.empty_like(y))
 
     def rebuild(self, b: Backward, step: Step) -> None:
-        (x,) = step.ins
-        assert x is not None
-        b.values[step.outs[0]] = self._replay(b, step, b.want(x))
+        b.values[step.y] = self._replay(b, step, b.want(step.x))
 
     def backward(self, b: Backward, step: Step) -> None:
-        b.give(step.ins[0], self._replay(b, step, b.dy(step)))
+        b.give(step.x, self._replay(b, step, b.dy(step)))
 
 
 @dataclass(frozen=True)

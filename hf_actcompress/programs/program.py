@@ -49,6 +49,7 @@ class Program(Computation):
         heads: Heads | None = None,
         kernel: str | None = None,
         left_out: LeftOut | None = None,
+        checkpointed: Codec | None = None,
     ) -> Any:
         """Run it and return a tuple of the outputs.
 
@@ -59,34 +60,22 @@ class Program(Computation):
             heads: Where `HeadsHanded` leaves gradients of outputs for it; None: autograd hands in all of them.
             kernel: The kernel of its attention, if it has one.
             left_out: The rows of which nothing is kept; None if all are kept.
+            checkpointed: Through which codec the first input is kept, if backward recomputes all else from the inputs.
         """
         stops = self._stops(inputs)
-        key = _key(inputs, autocast, stops, kernel, left_out is not None)
+        key = _key(inputs, autocast, stops, kernel, left_out is not None and checkpointed is None)
+        run = Stages(stops, inputs) if stops else None
+        link = None if run is None else run.linked(inputs)
+        if checkpointed is not None:
+            again = self.checkpoint_plans.get(key)
+            if again is None:
+                again = self.checkpoint_plans[key] = make_checkpoint_plan(self, CallSetting(*key))
+            weights = len(self.weights)
+            return applied(CheckpointedFunction, again, run, heads, weights, checkpointed, left_out, link, *inputs)
         plan = self.plans.get(key)
         if plan is None:
             plan = self.plans[key] = make_plan(self, CallSetting(*key))
-        run = Stages(stops, inputs) if stops else None
-        link = None if run is None else run.linked(inputs)
         return applied(ProgramFunction, plan, sharded, run, heads, left_out, link, *inputs)
-
-    def checkpointed(
-        self,
-        inputs: Sequence[Tensor | None],
-        autocast: torch.dtype | None,
-        heads: Heads | None,
-        kernel: str,
-        codec: Codec,
-        left_out: LeftOut | None = None,
-    ) -> Any:
-        """Run it so that backward recomputes all of it from the inputs, of which the first is kept through a codec."""
-        stops = self._stops(inputs)
-        key = _key(inputs, autocast, stops, kernel)
-        plan = self.checkpoint_plans.get(key)
-        if plan is None:
-            plan = self.checkpoint_plans[key] = make_checkpoint_plan(self, CallSetting(*key))
-        run = Stages(stops, inputs) if stops else None
-        link = None if run is None else run.linked(inputs)
-        return applied(CheckpointedFunction, plan, run, heads, len(self.weights), codec, left_out, link, *inputs)
 
     def _stops(self, inputs: Sequence[Tensor | None]) -> Stops:
         """Where a backward stops, so that autograd accumulates the gradients of some weights before it goes on."""
@@ -158,7 +147,7 @@ class ProgramFunction(torch.autograd.Function):
         ctx.plan, ctx.stages, ctx.heads = plan, stages, heads
         if plan.optional:
             ctx.set_materialize_grads(False)
-            ctx.like = [_kind(outputs[i]) for i in plan.graded]
+            ctx.like = [(outputs[i].shape, outputs[i].dtype) for i in plan.graded]
         if len(plan.graded) < plan.outputs:
             ctx.mark_non_differentiable(*(y for i, y in enumerate(outputs) if i not in plan.graded))
         return outputs
@@ -182,10 +171,6 @@ class ProgramFunction(torch.autograd.Function):
         handed.clear()
         found = run_backward(plan.backward, plan.differentiates, ctx.stages, saved, grads)
         return (None, None, None, None, None, None, *found)
-
-
-def _kind(x: Any) -> tuple[torch.Size, torch.dtype]:
-    return x.shape, x.dtype
 
 
 def _with_zeros(plan: ProgramPlan, like: list[Any], grads: Sequence[Tensor | None]) -> list[Tensor | None]:

@@ -12,13 +12,12 @@ from collections.abc import Hashable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
-from transformers import DynamicCache, EncoderDecoderCache, PretrainedConfig
+from transformers import DynamicCache, EncoderDecoderCache
 
 from ..models.probe import REFUSALS, same_bits
 from ..modules.base import PatchedModule, patch_instance, stock_type, unpatch_instance
@@ -27,7 +26,7 @@ from ..private_apis import FakeTensor, without_dispatch_modes
 from ..records import apart, frame
 from ..reference.device_rules import under_rules
 from ..roles import Role
-from .arguments import CACHES, arguments, further_arguments, head_width
+from .arguments import CACHES, arguments, configs_of, further_arguments, head_width
 from .layer import LayerPrograms, LayerSettings, ProgramLayerMixin
 from .refusal import NotStraight
 from .small import CHECKPOINTED, small_layer, without_dropout
@@ -60,7 +59,7 @@ def _proved(layer: nn.Module, autocast: torch.dtype | None) -> Tape:
     except REFUSALS as error:
         raise NotStraight(f"its code cannot be recorded: {type(error).__name__}: {str(error)[:100]}") from error
     weights = tuple((w.dtype, w.requires_grad) for w in layer.parameters())
-    key = stock_type(layer), tape.structure(), weights, _device(layer), autocast, _is_estimated(layer)
+    key = stock_type(layer), tape.key(sizes=False), weights, _device(layer), autocast, _is_estimated(layer)
     if key not in _answers:
         _answers[key] = _answer(layer, tape, autocast)
     answer = _answers[key]
@@ -88,7 +87,7 @@ def _answer(layer: nn.Module, tape: Tape, autocast: torch.dtype | None) -> tuple
         return str(reason)
     except REFUSALS as error:
         return f"a small layer of its kind cannot be recorded: {type(error).__name__}: {str(error)[:100]}"
-    if small_tape.structure() != tape.structure():
+    if small_tape.key(sizes=False) != tape.key(sizes=False):
         return "a small layer of its kind does something else than it"
     if _is_estimated(layer):
         small = without_dropout(small)
@@ -131,7 +130,7 @@ def _undisturbed(device: torch.device, estimated: bool) -> Iterator[None]:
 def _difference(leaves: nn.Module, tape: Tape, autocast: torch.dtype | None) -> str | None:
     """Where the results of stock, the leaf path and the programs differ; None if they are the same."""
     stock, programs = _unpatched(_share(leaves)), _share(leaves)
-    made = LayerPrograms.of(programs, {autocast: tape}, proved)
+    made = LayerPrograms.of(programs, tape, autocast, proved)
     patch_instance(programs, ProgramLayerMixin, LayerSettings(Role.LAYER, "program", programs=made))
     cases = _CASES if autocast is None else _AUTOCAST_CASES
     if tape.calls_another:
@@ -149,17 +148,13 @@ def _difference(leaves: nn.Module, tape: Tape, autocast: torch.dtype | None) -> 
         if made.calls != calls:
             return f"its calls are not ordinary ones{_of(case)}"
         if tape.whole and tape.again and tape.lossless and "cache" not in case:
-            found = _step(_checkpointed(programs), tape, case, autocast)
+            vars(programs).update({CHECKPOINTED: True, CHECKPOINT_FUNCTION: partial(checkpoint, use_reentrant=False)})
+            found = _step(programs, tape, case, autocast)
             if not all(map(same_bits, found, by_leaf)) or made.calls != calls + 1:
                 return f"{_NOT_AGAIN}{_of(case)}"
             made.calls -= 1
             vars(programs).pop(CHECKPOINTED)
     return None
-
-
-def _checkpointed(layer: nn.Module) -> nn.Module:
-    vars(layer).update({CHECKPOINTED: True, CHECKPOINT_FUNCTION: partial(checkpoint, use_reentrant=False)})
-    return layer
 
 
 def _of(case: str) -> str:
@@ -168,10 +163,7 @@ def _of(case: str) -> str:
 
 def _share(layer: nn.Module) -> nn.Module:
     """A copy that shares the weights."""
-    memo: dict[int, Any] = {id(w): w for w in layer.parameters()}
-    for module in layer.modules():
-        memo.update((id(v), v) for v in vars(module).values() if isinstance(v, PretrainedConfig))
-    return copy.deepcopy(layer, memo)
+    return copy.deepcopy(layer, {**configs_of(layer), **{id(w): w for w in layer.parameters()}})
 
 
 def _unpatched(layer: nn.Module) -> nn.Module:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..codecs import IDENTITY, Codec
+from ..records.nested import tensors_in
 from .arithmetic import Add, Cast, Mul, Neg, Scale, Slice, Split
 from .broadcast import Shift
 from .operations import LayerNorm, Linear, RMSNorm
@@ -131,7 +132,7 @@ class Recorder(TorchFunctionMode):
         # autocast does not act on tensors without data: cast as it would
         attends = name == "scaled_dot_product_attention" and self.autocast is not None
         y = func(*(x.to(self.autocast) for x in args[:3]), *args[3:], **kwargs) if attends else func(*args, **kwargs)
-        known = any(id(x) in self._known for x in _tensors((args, tuple(kwargs.values()))))
+        known = any(id(x) in self._known for x in tensors_in((args, kwargs)))
         if self._silent or name in _QUESTIONS or not known:
             return y
         rule = self._rules.get(name)
@@ -142,14 +143,6 @@ class Recorder(TorchFunctionMode):
         except TypeError:
             raise NotStraight(f"it calls {name} with other arguments than are known") from None
         return y
-
-
-def _tensors(x: Any) -> Iterator[Tensor]:
-    if isinstance(x, Tensor):
-        yield x
-    elif isinstance(x, (tuple, list)):
-        for item in x:
-            yield from _tensors(item)
 
 
 def with_gated_products(entries: list[Step | Attend]) -> list[Step | Attend]:

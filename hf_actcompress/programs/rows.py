@@ -21,10 +21,7 @@ from .tape import Tape
 def on_rows(tape: Tape, steps: list[Step], result: int) -> tuple[list[Step], int]:
     """The steps on rows where that is possible, and the value of the result, as tokens.
 
-    Args:
-        tape: The tape of the layer; the shapes of its values become those of rows.
-        steps: The steps of the layer, in order.
-        result: The value that the layer returns.
+    The shapes of the tape's values become those of rows.
     """
     x = tape.inputs["x"]
     flat = _flat_values(tape, steps, x)
@@ -66,7 +63,7 @@ def _works(tape: Tape, step: Step, flat: set[int]) -> bool:
     if not operation.works_by_rows:
         return False
     activations = set(step.ins) - {None, *tape.parameters.values()}
-    return step.outs[0] in flat and activations <= flat
+    return step.y in flat and activations <= flat
 
 
 def _is_of_heads(operation: Reshape) -> bool:
@@ -78,7 +75,7 @@ def _is_of_heads(operation: Reshape) -> bool:
 def _on_rows(step: Step, flat: set[int]) -> Operation:
     """The step's operation, with the sizes and dimensions of rows."""
     operation = step.operation
-    if isinstance(operation, Split) and step.outs[0] in flat:
+    if isinstance(operation, Split) and step.y in flat:
         return replace(operation, dim=-1)
     if isinstance(operation, Reshape) and flat.intersection((*step.ins, *step.outs)):
         return replace(operation, sizes=_as_rows(operation.sizes), back=_as_rows(operation.back))

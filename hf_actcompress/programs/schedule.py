@@ -85,10 +85,7 @@ def _runs(entries: Iterable[Step | Attend]) -> Iterator[list[Step] | Attend]:
 def is_normed(value: int, entries: list[Step | Attend], exact: bool = False) -> bool:
     """Whether a value is the output of a norm, perhaps rotated, scaled or seen as another view.
 
-    Args:
-        value: A value of the tape.
-        entries: The entries of the tape.
-        exact: Whether to count only norms that keep their input without a codec.
+    With `exact`, only norms count that keep their input without a codec.
     """
     maker = next((entry for entry in entries if isinstance(entry, Step) and value in entry.outs), None)
     if maker is None or isinstance(maker.operation, (RMSNorm, LayerNorm)):

@@ -27,7 +27,7 @@ class Permute(Operation):
 
     def backward(self, b: Backward, step: Step) -> None:
         back = tuple(self.order.index(i) for i in range(len(self.order)))
-        b.give(step.ins[0], _permuted(b, b.dy(step), back))
+        b.give(step.x, _permuted(b, b.dy(step), back))
 
 
 def _permuted(e: Emitter, x: Node, order: tuple[int, ...]) -> Node:
@@ -45,7 +45,7 @@ class Contiguous(Operation):
     by_rows: ClassVar[bool] = True
 
     def backward(self, b: Backward, step: Step) -> None:
-        b.give(step.ins[0], b.dy(step))
+        b.give(step.x, b.dy(step))
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Reshape(Operation):
         return reshaped(e, x, self.sizes)
 
     def backward(self, b: Backward, step: Step) -> None:
-        b.give(step.ins[0], reshaped(b, b.dy(step), self.back))
+        b.give(step.x, reshaped(b, b.dy(step), self.back))
 
 
 @dataclass(frozen=True)
@@ -95,4 +95,4 @@ class Tokens(Operation):
         return e.call(torch.Tensor.view, x, *(size_of(e, like, dim) for dim in (0, 1)), *self.sizes)
 
     def backward(self, b: Backward, step: Step) -> None:
-        b.give(step.ins[0], reshaped(b, b.dy(step), (-1, *self.sizes)))
+        b.give(step.x, reshaped(b, b.dy(step), (-1, *self.sizes)))

@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PretrainedConfig
 
 from ..models.probe import REFUSALS
 from ..modules.adapter import AdapterMixin
 from ..modules.base import HOOKS, settings_of, stock_type
 from ..roles import Role
+from .arguments import config_of, configs_of
 from .refusal import NotStraight
 
 _HEADS = 2
@@ -40,9 +40,7 @@ def small_layer(layer: nn.Module, device: torch.device) -> nn.Module:
         NotStraight: None can be made.
     """
     kind = stock_type(layer)
-    config = next((vars(m)["config"] for m in layer.modules() if "config" in vars(m)), None)
-    if not isinstance(config, PretrainedConfig):
-        raise NotStraight("none of its modules has a config")
+    config = config_of(layer)
     try:
         # weights without data draw no random numbers
         with torch.device("meta"):
@@ -126,7 +124,7 @@ def _adapted(large: nn.Module, small: nn.Module) -> nn.Module:
     """A LoRA layer around a small module."""
     base: Any = vars(large)["_modules"]["base_layer"]
     new: Any = _alike(base, small)
-    memo: dict[int, Any] = {id(base): new}
+    memo: dict[int, Any] = {**configs_of(large), id(base): new}
     known = dict(zip(base.weight.shape, new.weight.shape, strict=True))
     outs, ins = new.weight.shape if isinstance(base, nn.Linear) else reversed(new.weight.shape)
     for path, weight in large.named_parameters():
@@ -142,8 +140,6 @@ def _adapted(large: nn.Module, small: nn.Module) -> nn.Module:
         else:
             sizes = [known.get(size, size) for size in weight.shape]
         memo[id(weight)] = _random(weight, sizes)
-    for module in large.modules():
-        memo.update((id(value), value) for value in vars(module).values() if isinstance(value, PretrainedConfig))
     copied = copy.deepcopy(large, memo)
     for module in copied.modules():
         vars(module).update((hooks, OrderedDict()) for hooks in HOOKS)

@@ -154,14 +154,9 @@ def run_backward(
     saved: list[Any],
     grads: Sequence[Tensor | None],
 ) -> tuple[Tensor | None, ...]:
-    """The gradients of a program's inputs; if its backward stops, only those of its first stage.
+    """The gradients of a program's inputs; if its backward stops (`stages`), only those of its first stage.
 
-    Args:
-        backward: The code.
-        differentiates: Whether it runs autograd itself.
-        stages: The stages of a backward that stops; None for one that does not.
-        saved: The list that the code takes.
-        grads: What autograd gave.
+    `saved` is the list that the code takes, `grads` what autograd gave.
     """
     if stages is not None:
         return stages.begin(backward, differentiates, saved)

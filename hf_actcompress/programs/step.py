@@ -74,8 +74,11 @@ class Operation:
         return self.forward(e, *ins)
 
     def rebuild(self, b: Any, step: Step) -> None:
-        """Write down how the first output is made again, with the same bits."""
-        b.values[step.outs[0]] = self.forward(b, *(None if x is None else b.want(x) for x in step.ins))
+        """Write down how the first output, and others that `rebuilds` names, are made again, with the same bits."""
+        made = self.forward(b, *(None if x is None else b.want(x) for x in step.ins))
+        for i, node in enumerate(made if isinstance(made, tuple) else (made,)):
+            if i == 0 or self.rebuilds(i):
+                b.values[step.outs[i]] = node
 
     def backward(self, b: Any, step: Step) -> None:
         """Write down the gradients of those inputs that want one."""
@@ -95,3 +98,20 @@ class Step:
     outs: tuple[int, ...]
     module: str = field(default="", compare=False)
     codec: Codec = IDENTITY
+
+    def key(self, sizes: bool = True) -> Hashable:
+        """Equal for two steps that do the same; without sizes, perhaps with tensors of other sizes."""
+        operation = self.operation.key() if sizes else (type(self.operation), self.operation.structure())
+        return operation, self.ins, self.outs, self.codec
+
+    @property
+    def x(self) -> int:
+        """The first input, which is never missing."""
+        x = self.ins[0]
+        assert x is not None
+        return x
+
+    @property
+    def y(self) -> int:
+        """The first output."""
+        return self.outs[0]

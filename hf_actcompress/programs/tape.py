@@ -81,14 +81,11 @@ class Tape:
     whole: bool = True
     again: bool = True
 
-    def key(self) -> Hashable:
-        """Layers of the same key do the same with their tensors."""
-        entries = tuple(
-            (entry.operation.key(), entry.ins, entry.outs, entry.codec) if isinstance(entry, Step) else entry.key()
-            for entry in self.entries
-        )
-        shapes = tuple(tuple(meta.shape) for meta in self.metas)
-        return tuple(self.inputs.items()), tuple(self.parameters.items()), entries, self.result, self.returns, shapes
+    def key(self, sizes: bool = True) -> Hashable:
+        """Layers of the same key do the same with their tensors; without sizes, perhaps with tensors of other sizes."""
+        entries = tuple(entry.key(sizes) for entry in self.entries)
+        metas = tuple(tuple(meta.shape) if sizes else meta.dtype for meta in self.metas)
+        return tuple(self.inputs.items()), tuple(self.parameters.items()), entries, self.result, self.returns, metas
 
     @property
     def lossless(self) -> bool:
@@ -106,17 +103,6 @@ class Tape:
             bool(dict(entry.keywords).get("dropout")) if isinstance(entry, Attend) else entry.operation.draws
             for entry in self.entries
         )
-
-    def structure(self) -> Hashable:
-        """Layers of the same structure do the same, perhaps with tensors of other sizes."""
-        entries = tuple(
-            (type(entry.operation), entry.operation.structure(), entry.ins, entry.outs, entry.codec)
-            if isinstance(entry, Step)
-            else entry.key(sizes=False)
-            for entry in self.entries
-        )
-        dtypes = tuple(meta.dtype for meta in self.metas)
-        return tuple(self.inputs.items()), tuple(self.parameters.items()), entries, self.result, self.returns, dtypes
 
 
 def plain(module: nn.Module) -> Hashable:

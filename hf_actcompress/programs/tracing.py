@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, PretrainedConfig
+from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from ..codecs import IDENTITY, Codec
@@ -31,7 +31,7 @@ from ..modules.leaves import OwnLinearMixin
 from ..modules.selective import SelectiveMixin
 from ..private_apis import FakeTensor, without_dispatch_modes
 from ..roles import Role
-from .arguments import ENCODED_MASK, arguments, dtype_of, further_arguments, head_width, width_of
+from .arguments import ENCODED_MASK, arguments, configs_of, dtype_of, further_arguments, head_width, width_of
 from .calls import BATCH, CALLS, SOURCES, TOKENS
 from .dora import dora, is_dora
 from .interfaces import calls_another, handed_in, handed_on, interface_name
@@ -117,9 +117,8 @@ def _without_data(layer: nn.Module, recorder: Recorder) -> tuple[nn.Module, dict
         raise NotStraight("it is sharded")
     if any(True for _ in layer.buffers()):
         raise NotStraight("it has buffers")
-    memo: dict[int, Any] = {}
+    memo = configs_of(layer)
     for module in layer.modules():
-        memo.update((id(v), v) for v in vars(module).values() if isinstance(v, PretrainedConfig))
         # hooks are there to see the model run, not this recording
         memo.update((id(vars(module)[hooks]), OrderedDict()) for hooks in HOOKS)
     for tensor in (*layer.parameters(), *layer.buffers()):

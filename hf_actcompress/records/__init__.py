@@ -7,7 +7,6 @@ of its own. This package is the only code that stores anything on `ctx`.
 
 from __future__ import annotations
 
-from ._apart import apart
 from ._current import current, stock_only
 from .hooks import kept_through
 from .nested import is_foreign
@@ -17,6 +16,7 @@ from .own_ops import applied, is_made_again, unnetted
 from .padding import Padding, dropping, is_dropped, keep, padding_in, padding_of, rows_left_out, shares_rows
 from .record import Derived, Pending, Recipe, Record, Stored, is_lossless, parameter, stored_exact
 from .registry import (
+    apart,
     clear,
     declare,
     declare_as,
@@ -33,14 +33,13 @@ from .registry import (
     whole_record_of,
 )
 from .repeated_rows import RepeatedRows, repeated_rows_of
-from .saving import Packed, load, load_one, load_packed, save, saved_next
+from .saving import load, load_one, load_packed, save, saved_next
 from .selective import Forward, run_selectively
 from .storages import storage_sizes, storages_of
 
 __all__ = [
     "Derived",
     "Forward",
-    "Packed",
     "Padding",
     "Pending",
     "Recipe",

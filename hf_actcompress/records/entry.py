@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Hashable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from .held import Made
 from .record import Derived, Recipe, Record, parts, versions
-from .views import View, dense, extent
+from .views import dense, extent, viewed
 
 
 class Entry:
@@ -32,19 +33,33 @@ class Entry:
         """Note that `record` gives the data as x sees it."""
         self.record = record
         self.shape, self.stride = x.shape, x.stride()
-        self.versions = _versions(record)
+        self.versions = [] if record is None else versions(record)
 
     def record_as(self, shape: torch.Size, stride: tuple[int, ...]) -> Record | None:
         """The record of this tensor, which has or had that shape; None if a source was modified since."""
-        if self.record is None or self.versions != _versions(self.record):
+        if self.record is None or self.versions != versions(self.record):
             return None
         if shape == self.shape and stride == self.stride:
             return self.record
-        return Derived(Recipe(View(shape, stride)), (self.record,))
+        return Derived(Recipe(partial(viewed, shape=shape, stride=stride)), (self.record,))
+
+    def seen_as(self, x: Tensor) -> Record | None:
+        """The record as x sees the data: as many elements from the same offset on, perhaps in another shape or order.
+
+        None if the record cannot give x.
+        """
+        if self.record is None or not self.describes(x):
+            return None
+        if x.shape == self.shape and x.stride() == self.stride:
+            return self.record
+        key = ("view", x.shape, x.stride())
+        if key not in self.derivations:
+            self.derivations[key] = Recipe(partial(viewed, shape=x.shape, stride=x.stride()))
+        return Derived(self.derivations[key], (self.record,))
 
     def describes(self, x: Tensor) -> bool:
         """Whether the record can give x, which has the same data as this tensor."""
-        if self.record is None or self.versions != _versions(self.record):
+        if self.record is None or self.versions != versions(self.record):
             return False
         if x.shape == self.shape and x.stride() == self.stride:
             return True
@@ -110,7 +125,3 @@ class Noted:
         """Forget all entries."""
         self._notes.clear()
         self._held.clear()
-
-
-def _versions(record: Record | None) -> list[int]:
-    return versions(record) if record is not None else []

@@ -1,9 +1,12 @@
-"""Finds which function of torch is saving a tensor, and what that says about the tensor."""
+"""Finds which function of torch is saving a tensor, and what that says about the tensor.
+
+`frames` is how many frames of the call stack lie between the caller of a function of this file and the function that
+saves.
+"""
 
 from __future__ import annotations
 
 import sys
-from typing import NamedTuple
 
 import torch
 import torch.utils.checkpoint
@@ -13,34 +16,17 @@ _DROPOUT = torch.nn.functional.dropout.__code__
 _MAX_POOL = torch.nn.functional._max_pool2d.__code__  # type: ignore[attr-defined]
 
 
-class Dropped(NamedTuple):
-    """A call of dropout."""
-
-    given: Tensor
-    p: float
-
-
-def dropout_of_mask(x: Tensor, frames: int) -> Dropped | None:
-    """The call of `torch.nn.functional.dropout` that saves x as its mask now; None if x is saved by something else.
-
-    Args:
-        x: A tensor that autograd saves.
-        frames: How many frames of the call stack lie between this function's caller and that call.
-    """
+def dropout_of_mask(x: Tensor, frames: int) -> tuple[Tensor, float] | None:
+    """The input and the rate of the `torch.nn.functional.dropout` that saves x as its mask now; None if none does."""
     frame = sys._getframe(frames + 1)
     if frame.f_code is not _DROPOUT or x.grad_fn is not None or not x.is_contiguous():
         return None
     given, p = frame.f_locals["input"], frame.f_locals["p"]
-    return None if x.shape != given.shape or p >= 1 else Dropped(given, p)
+    return None if x.shape != given.shape or p >= 1 else (given, p)
 
 
 def narrow_indices(x: Tensor, frames: int) -> Tensor | None:
-    """The indices x, in a narrower integer type, if a max-pooling of images saves them now; None for other tensors.
-
-    Args:
-        x: A tensor that autograd saves.
-        frames: How many frames of the call stack lie between this function's caller and the pooling.
-    """
+    """The indices x, in a narrower integer type, if a max-pooling of images saves them now; None for other tensors."""
     if x.dtype != torch.int64:
         return None
     frame = sys._getframe(frames + 1)
@@ -52,11 +38,7 @@ def narrow_indices(x: Tensor, frames: int) -> Tensor | None:
 
 
 def is_saved_by_checkpointing(frames: int) -> bool:
-    """Whether torch's checkpointing saves a tensor now.
-
-    Args:
-        frames: How many frames of the call stack lie between this function's caller and the Function that saves.
-    """
+    """Whether torch's checkpointing saves a tensor now."""
     caller = sys._getframe(frames + 1).f_back
     return caller is not None and caller.f_code.co_filename == torch.utils.checkpoint.__file__
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import torch
@@ -32,15 +33,15 @@ class Made:
     """Nothing is kept for this tensor: it is computed from tensors that other nodes hold anyway.
 
     Args:
-        recipe: Computes the tensor.
+        compute: Computes the tensor.
         sources: What it is computed from.
         joined: Whether it counts in a chain of joined tensors (joined.py).
     """
 
     __slots__ = ("__weakref__", "joined", "recipe", "sources")
 
-    def __init__(self, recipe: Recipe, sources: tuple[Held, ...], joined: bool = False) -> None:
-        self.recipe, self.sources, self.joined = recipe, sources, joined
+    def __init__(self, compute: Callable[..., Tensor], sources: Iterable[Held], joined: bool = False) -> None:
+        self.recipe, self.sources, self.joined = Recipe(compute), tuple(sources), joined
 
 
 class Mask:

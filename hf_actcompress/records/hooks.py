@@ -4,24 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from ..codecs import Codec
 from ..private_apis import innermost_saved_tensor_hooks
+from .held import Kept, value_of
+from .joining import itself
 from .outside import hooks_outside, stands_before
-
-
-@dataclass(frozen=True)
-class _Held:
-    """What autograd holds in place of a saved tensor: what the outer hooks returned for each of its parts."""
-
-    parts: tuple[Any, ...]
-    codec: Codec | None = None
-    meta: object = None
+from .record import Stored
+from .saving import Leaves, slot_of_new
 
 
 @contextmanager
@@ -32,30 +25,22 @@ def kept_through(codec: Codec, x: Tensor) -> Iterator[None]:
     report) get the packed tensors.
     """
     outside = innermost_saved_tensor_hooks()
-    pack_outside, unpack_outside = outside if outside is not None else (_same, _same)
+    pack_outside = itself if outside is None else outside[0]
     # autograd holds the hooks as long as what they packed, so the hooks must not hold x
     packing = [x]
 
-    def pack(saved: Tensor) -> _Held:
+    def pack(saved: Tensor) -> Kept:
         if not packing or not _is(saved, packing[0]):
-            return _Held((pack_outside(saved),))
-        tensors, meta = codec.pack(saved.detach())
-        return _Held(tuple(pack_outside(tensor) for tensor in tensors), codec, meta)
-
-    def unpack(held: _Held) -> Tensor:
-        tensors = tuple(unpack_outside(part) for part in held.parts)
-        return tensors[0] if held.codec is None else held.codec.unpack(tensors, held.meta)
+            return Kept((pack_outside(saved),), None, None)
+        record = Stored(codec, *codec.pack(saved.detach()))
+        return Kept(tuple(map(pack_outside, record.tensors)), None, slot_of_new(record, Leaves()))
 
     stands_before(pack, hooks_outside())
     try:
-        with saved_tensors_hooks(pack, unpack):
+        with saved_tensors_hooks(pack, lambda held: value_of(held, outside)):
             yield
     finally:
         packing.clear()
-
-
-def _same(x: Tensor) -> Tensor:
-    return x
 
 
 def _is(saved: Tensor, x: Tensor) -> bool:

@@ -39,7 +39,6 @@ from .joining import (
 )
 from .nodes import POINTWISE_NODES
 from .outside import Hooks
-from .record import Recipe
 from .saving import Slot, is_lossless_slot
 
 # the most joined tensors in a chain in which each one is made from the one before it
@@ -133,7 +132,7 @@ def joined(
             inner = joined(before, output, finder, way=(*way, node))
             if inner is None:
                 return None
-            held, nodes = made(inner.compute, inner.sources), nodes + inner.nodes
+            held, nodes = Made(inner.compute, inner.sources), nodes + inner.nodes
             kinds.append(inner.kind)
         sources.insert(0, held)
         if nodes > _NODES:
@@ -177,11 +176,6 @@ def compute_options(node: Any) -> str:
     return f"{getattr(node, '_saved_dim', '')} {getattr(node, '_saved_dims', '')}"
 
 
-def made(compute: Compute, sources: Iterable[Held], *, joined: bool = False) -> Made:
-    """A tensor that is computed in backward from these sources."""
-    return Made(Recipe(compute), tuple(sources), joined)
-
-
 def is_exact(held: Held) -> bool:
     """Whether the value has the bits of the saved tensor, and may be read more than once."""
     if isinstance(held, Kept):
@@ -197,10 +191,10 @@ def length(held: Held) -> int:
 
 
 def made_exactly(compute: Compute, sources: Iterable[Held], x: Tensor) -> Made | None:
-    """As `made`, for a part of x; None if its bits would not be those of the part."""
+    """As `Made`, for a part of x; None if its bits would not be those of the part."""
     found = [unsharded(source, x) if is_exact(source) else None for source in sources]
     held = [source for source in found if source is not None]
-    return made(compute, held) if len(held) == len(found) else None
+    return Made(compute, held) if len(held) == len(found) else None
 
 
 def unsharded(held: Held, x: Tensor) -> Held | None:
@@ -223,39 +217,24 @@ def distributed() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
-class InMemoryOrder:
-    """Recompute function of a tensor whose dimensions lie in memory as they did the first time.
-
-    The order decides which kernel a convolution runs, and so the last bits of its gradient.
-    """
-
-    __slots__ = ("compute", "stride")
-
-    def __init__(self, compute: Compute, stride: tuple[int, ...]) -> None:
-        self.compute, self.stride = compute, stride
-
-    def __call__(self, *sources: Tensor) -> Tensor:
-        y = self.compute(*sources)
-        if y.stride() == self.stride:
-            return y
-        return torch.empty_strided(y.shape, self.stride, dtype=y.dtype, device=y.device).copy_(y)
+def _in_order(*sources: Tensor, compute: Compute, stride: tuple[int, ...]) -> Tensor:
+    y = compute(*sources)
+    if y.stride() == stride:
+        return y
+    return torch.empty_strided(y.shape, stride, dtype=y.dtype, device=y.device).copy_(y)
 
 
 def made_in_order(compute: Compute, sources: Iterable[Held], x: Tensor, *, joined: bool = False) -> Made:
-    """As `made`, for x, whose dimensions then lie in memory as they do in x."""
-    return made(InMemoryOrder(compute, x.stride()), sources, joined=joined)
+    """As `Made`, for x, whose dimensions then lie in memory as they do in x.
+
+    The order decides which kernel a convolution runs, and so the last bits of its gradient.
+    """
+    return Made(partial(_in_order, compute=compute, stride=x.stride()), sources, joined)
 
 
-class Slotted:
+def slotted(slot: Slot) -> Compute:
     """Recompute function of a record's value from the tensors that the record would keep."""
-
-    __slots__ = ("slot",)
-
-    def __init__(self, slot: Slot) -> None:
-        self.slot = slot
-
-    def __call__(self, *kept: Tensor) -> Tensor:
-        return self.slot.value(kept)
+    return lambda *kept: slot.value(kept)
 
 
 class Trials:

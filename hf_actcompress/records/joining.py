@@ -31,28 +31,20 @@ def _bound(saved: int | None) -> int | None:
     return None if saved is None else signed(saved)
 
 
-def _sum(node: Any, number: int) -> Compute | None:
-    return torch.add if node._saved_alpha == 1 else None
+def _always(compute: Compute, node: Any, number: int) -> Compute:
+    return compute
 
 
-def _difference(node: Any, number: int) -> Compute | None:
-    return torch.sub if node._saved_alpha == 1 else None
+def _without_factor(compute: Compute, node: Any, number: int) -> Compute | None:
+    return compute if node._saved_alpha == 1 else None
+
+
+def _row(compute: Compute, node: Any, number: int) -> Compute:
+    return partial(_in_a_row, join=compute, dim=signed(node._saved_dim))
 
 
 def _in_a_row(*parts: Tensor, join: Compute, dim: int) -> Tensor:
     return join(parts, dim)
-
-
-def _cat(node: Any, number: int) -> Compute:
-    return partial(_in_a_row, join=torch.cat, dim=signed(node._saved_dim))
-
-
-def _stack(node: Any, number: int) -> Compute:
-    return partial(_in_a_row, join=torch.stack, dim=signed(node._saved_dim))
-
-
-def _copy(node: Any, number: int) -> Compute:
-    return itself
 
 
 def itself(x: Tensor) -> Tensor:
@@ -64,35 +56,19 @@ def _cast(node: Any, number: int) -> Compute | None:
     """The cast, from the same source. A copy to another device is none."""
     after = output_metadata(node, number)
     same = after.device == output_metadata(*node.next_functions[0]).device
-    return partial(_in_dtype, dtype=after.dtype) if same else None
-
-
-def _in_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
-    return x.to(dtype)
+    return partial(Tensor.to, dtype=after.dtype) if same else None
 
 
 def _no_padding(node: Any, number: int) -> Compute | None:
     return None if any(node._saved_pad) else itself
 
 
-def _negative(node: Any, number: int) -> Compute:
-    return torch.neg
-
-
 def _repeat(node: Any, number: int) -> Compute:
-    return partial(_repeated, repeats=node._saved_repeats)
-
-
-def _repeated(x: Tensor, repeats: tuple[int, ...]) -> Tensor:
-    return x.repeat(repeats)
+    return partial(Tensor.repeat, repeats=node._saved_repeats)
 
 
 def _expand(node: Any, number: int) -> Compute:
-    return partial(_expanded, shape=shape_of(node, number))
-
-
-def _expanded(x: Tensor, shape: torch.Size) -> Tensor:
-    return x.expand(shape)
+    return partial(torch.broadcast_to, size=shape_of(node, number))
 
 
 def _order(node: Any) -> tuple[int, ...]:
@@ -137,19 +113,19 @@ def _sliced(x: Tensor, dim: int, where: slice) -> Tensor:
 CAST = "ToCopyBackward0"
 # kinds of nodes that save no tensor -> how an output is made from the inputs; None if this node does something else
 JOINING_NODES: dict[str, Callable[[Any, int], Compute | None]] = {
-    "AddBackward0": _sum,
-    "CatBackward0": _cat,
-    "CloneBackward0": _copy,
+    "AddBackward0": partial(_without_factor, torch.add),
+    "CatBackward0": partial(_row, torch.cat),
+    "CloneBackward0": partial(_always, itself),
     "ConstantPadNdBackward0": _no_padding,
-    "NegBackward0": _negative,
+    "NegBackward0": partial(_always, torch.neg),
     "RepeatBackward0": _repeat,
-    "StackBackward0": _stack,
-    "SubBackward0": _difference,
+    "StackBackward0": partial(_row, torch.stack),
+    "SubBackward0": partial(_without_factor, torch.sub),
     CAST: _cast,
 }
 # the same, without memory of their own
 VIEWS: dict[str, Callable[[Any, int], Compute]] = {
-    "AliasBackward0": _copy,
+    "AliasBackward0": partial(_always, itself),
     "ExpandBackward0": _expand,
     "PermuteBackward0": _permute,
     "ReshapeAliasBackward0": _reshape,

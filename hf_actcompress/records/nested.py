@@ -31,11 +31,8 @@ def is_foreign(value: Any) -> bool:
     return hasattr(type(value), "__setitem__") and not isinstance(value, (Tensor, UserDict, dict, list))
 
 
-class Place:
-    """Stands for a tensor in nested arguments."""
-
-
-_PLACE = Place()
+# stands for a tensor in nested arguments
+_PLACE = object()
 
 
 def replaced(value: Any, by: Iterator[Any]) -> Any:
@@ -43,7 +40,7 @@ def replaced(value: Any, by: Iterator[Any]) -> Any:
 
     The containers are new ones: later writes into them do not change the old ones.
     """
-    if isinstance(value, (Tensor, Place)):
+    if value is _PLACE or isinstance(value, Tensor):
         found = next(by)
         return found if isinstance(found, Tensor) else _PLACE
     if isinstance(value, (tuple, list)):

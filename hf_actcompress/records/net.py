@@ -39,15 +39,15 @@ from .activations import codec_for, is_activation
 from .entry import Noted
 from .functional import dropout_of_mask, is_saved_by_checkpointing, narrow_indices, widened
 from .held import Held, Kept, Made, Mask, counted, value_of
-from .joined import Finder, Slotted, Trials, is_asked, is_exact, joined, made, made_exactly, made_in_order, unsharded
+from .joined import Finder, Trials, is_asked, is_exact, joined, made_exactly, made_in_order, slotted, unsharded
 from .nodes import Pointwise, computation, gathered_from, pointwise, proved, rows
 from .outside import hooks_outside, stands_before
 from .padding import checkpointed, is_dropped, keeps_nothing_new, rows_left_out
 from .parts import Parts, is_part
-from .record import Derived, Recipe, Record, is_lossless
+from .record import Derived, Record, is_lossless
 from .registry import known_record, record_before_write, whole_record_of
 from .saving import Leaves, Slot, own_tensors, slot_of
-from .views import SameMemory, extent
+from .views import extent, in_same_memory
 
 # tensors with fewer elements are kept
 _SMALL = 256
@@ -167,7 +167,7 @@ class Net(Netting):
         known = [None if x.grad_fn is None else self._known(x) for x in leaves.tensors]
         if any(known):
             sources = [self._kept(x) if held is None else held for held, x in zip(known, leaves.tensors, strict=True)]
-            return made(Slotted(slot), sources)
+            return Made(slotted(slot), sources)
         return self._kept(*leaves.tensors, slot=slot)
 
     def _computed(self, x: Tensor, own: bool = False) -> Made | None:
@@ -185,7 +185,7 @@ class Net(Netting):
             return held
         if extent(x) > extent(base) or base.storage_offset() != x.storage_offset():
             return None
-        return made(SameMemory(x.shape, x.stride()), (held,))
+        return Made(partial(in_same_memory, shape=x.shape, stride=x.stride()), (held,))
 
     def _known(self, x: Tensor) -> Made | None:
         known = self._made.get(id(x))
@@ -224,15 +224,12 @@ class Net(Netting):
         """What is held for the output of a node with that number; x is what is made of it."""
         if isinstance(weight := getattr(node, "variable", None), Parameter):
             return unsharded(self._kept(weight), x)
-        if (held := self._saved(node, number)) is not None and is_exact(held):
+        saved = self._outputs.get((node._sequence_nr(), number))
+        if saved is not None and (held := saved()) is not None and is_exact(held):
             return held
         declared = self._by_declared(self.declared.record(node, number))
         found = self._pointwise(node, x) if declared is None and number == 0 else None
         return declared if found is None else made_exactly(*found, x)
-
-    def _saved(self, node: Any, number: int) -> Held | None:
-        """What is held for an output of a node that was saved as a whole."""
-        return self._outputs.get((node._sequence_nr(), number), lambda: None)()
 
     def _by_declared(self, record: Record | Made | None) -> Kept | Made | None:
         """What is held by a record that keeps nothing new; None if it may."""
@@ -271,11 +268,11 @@ class Net(Netting):
         # stack frames between this one and the function that saves
         frames = 3
         if (narrow := narrow_indices(x, frames)) is not None:
-            return Made(Recipe(widened), (self._kept(narrow),))
+            return Made(widened, (self._kept(narrow),))
         if (call := dropout_of_mask(x, frames)) is None:
             return None
-        given = self._computed(call.given) or self._recorded(call.given)
-        return Mask(self._kept(pack_mask(x.bool())), x.shape, x.dtype, 1 - call.p, given)
+        given = self._computed(call[0]) or self._recorded(call[0])
+        return Mask(self._kept(pack_mask(x.bool())), x.shape, x.dtype, 1 - call[1], given)
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from torch.nn import Parameter
 from torch.nn import functional as F
 
 from ..private_apis import unset_fake_temporarily
+from .joining import signed
 
 
 @dataclass(frozen=True)
@@ -56,8 +57,7 @@ def _gelu(x: Tensor, approximate: str) -> Tensor:
 
 
 def _glu(x: Tensor, dim: int) -> Tensor:
-    # the node has the dimension as an unsigned number
-    return F.glu(x, dim if dim < 2**63 else dim - 2**64)
+    return F.glu(x, signed(dim))
 
 
 def _weight_norm(g: Tensor, v: Tensor, norms: Tensor, dim: int) -> Tensor:
@@ -132,17 +132,14 @@ def gathered_from(node: Any) -> Parameter | None:
     kind = type(node).__name__
     if kind != "EmbeddingBackward0" and (kind != "IndexBackward0" or len(node._saved_indices) != 1):
         return None
-    leaf = getattr(_made_of(node), "variable", None)
+    source = node.next_functions[0][0] if node.next_functions else None
+    leaf = getattr(source, "variable", None)
     return leaf if isinstance(leaf, Parameter) else None
 
 
 def rows(weight: Tensor, index: Tensor) -> Tensor:
     """Recompute function of rows that were taken from a parameter by indices."""
     return weight[index]
-
-
-def _made_of(node: Any) -> Any:
-    return node.next_functions[0][0] if node.next_functions else None
 
 
 def computation(row: Pointwise, node: Any) -> Callable[..., Tensor]:

@@ -13,7 +13,7 @@ from ..private_apis import pop_saved_tensor_hooks, push_saved_tensor_hooks
 from ._current import Netting, current
 from .activations import CONVOLUTIONS, is_feature_map
 from .held import Made
-from .joined import Slotted, is_asked, is_exact, made
+from .joined import is_asked, is_exact, slotted
 from .joining import COPIES, JOINING_NODES
 from .nodes import POINTWISE_NODES
 from .padding import keeps_nothing_new
@@ -76,7 +76,7 @@ class _Off:
         slot, by_id = slot_of(record, leaves), dict(zip(map(id, saved), held, strict=True))
         sources = [by_id.get(id(x)) for x in leaves.tensors]
         found = [source for source in sources if source is not None and is_exact(source)]
-        return made(Slotted(slot), found) if len(found) == len(sources) else None
+        return Made(slotted(slot), found) if len(found) == len(sources) else None
 
 
 class _Function(Protocol[_Result_co]):

@@ -60,10 +60,11 @@ class PaddingGuard(Guard):
 class Padding:
     """Which rows of the batch in the forward in progress are padding."""
 
-    __slots__ = ("_made", "_orders", "guard", "mask", "real")
+    __slots__ = ("_made", "_orders", "guard", "mask", "real", "shape")
 
     def __init__(self, mask: Tensor, real: int) -> None:
         self.mask, self.real, self.guard = mask, real, PaddingGuard()  # mask [B, S], bool, True for real
+        self.shape = mask.shape
         self._orders: dict[torch.device, Tensor] = {}
         self._made: list[tuple[weakref.ref[Tensor], int, Tensor]] = []
 
@@ -75,10 +76,6 @@ class Padding:
         if device not in self._orders:
             self._orders[device] = self._orders[self.mask.device].to(device)
         return self._orders[device]
-
-    def fits(self, x: Tensor) -> bool:
-        """Whether x is [B, S, ...]."""
-        return x.dim() > 2 and x.shape[:2] == self.mask.shape and x.numel() > 0
 
     def once(self, x: Tensor, make: Callable[[], Tensor]) -> Tensor:
         """The result of `make`, which is called once per forward for each x."""
@@ -119,11 +116,12 @@ def dropping(rows: Padding | RepeatedRows | None) -> Iterator[None]:
 
 
 def rows_left_out(x: Tensor) -> Padding | RepeatedRows | None:
-    """The rows of x that are not kept in this forward, or None."""
+    """The rows of x that are not kept in this forward, or None; x counts only if it is [B, S, ...]."""
     rows = _state.rows
     if rows is None or torch.compiler.is_compiling():
         return None
-    return rows if rows.fits(x) and not checkpointed() else None
+    fits = x.dim() > 2 and x.shape[:2] == rows.shape and x.numel() > 0
+    return rows if fits and not checkpointed() else None
 
 
 def padding_in(x: Tensor) -> Padding | None:
@@ -141,16 +139,6 @@ def checkpointed() -> bool:
     """Whether this is a region under `torch.utils.checkpoint`, in its forward or when it runs again."""
     top = hooks_outside()
     return top is not None and getattr(top[0], "__module__", None) == "torch.utils.checkpoint"
-
-
-def drops(x: Tensor, codec: Codec) -> bool:
-    """Whether `keep` leaves padding rows of x out."""
-    return padding_in(x) is not None and codec.takes_rows
-
-
-def keeps_fewer(x: Tensor, codec: Codec) -> bool:
-    """Whether `keep` leaves rows of x out, because they are padding or repeat others."""
-    return rows_left_out(x) is not None and codec.takes_rows
 
 
 def keep(x: Tensor, codec: Codec) -> Record:

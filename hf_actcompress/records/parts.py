@@ -8,7 +8,7 @@ later. So the decision is made as soon as only saved parts hold the memory.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
 from torch import Tensor, strided
 
@@ -84,10 +84,5 @@ class Parts:
                 # the copy's dimensions have the same order in memory
                 copies[place] = x.clone()
             copy = copies[place]
-            pack: Callable[[Tensor], object] = _itself if self._outside is None else self._outside[0]
-            held.parts = (pack(copy),)
+            held.parts = (copy if self._outside is None else self._outside[0](copy),)
             held.versions = None if held.versions is None else (copy._version,)
-
-
-def _itself(x: Tensor) -> Tensor:
-    return x

@@ -16,11 +16,14 @@ from ..private_apis import at_end_of_backward, current_backward
 # nobody writes to a record; it is not frozen because that would take three times as long, several times per layer
 @dataclass(eq=False, slots=True)
 class Stored:
-    """Bytes that are kept: `codec.unpack(tensors, meta)` is the activation."""
+    """Bytes that are kept: an activation as its codec packed it."""
 
     codec: Codec
     tensors: tuple[Tensor, ...]
     meta: object = None
+
+    def unpack(self) -> Tensor:
+        return self.codec.unpack(self.tensors, self.meta)
 
 
 @dataclass(eq=False, slots=True)

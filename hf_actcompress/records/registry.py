@@ -17,6 +17,7 @@ import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -26,9 +27,9 @@ from ..codecs import IDENTITY, Codec
 from ._current import current
 from .entry import Entry
 from .outside import hooks_outside
-from .padding import drops, is_dropped, keep, keep_later, keeps_fewer
+from .padding import is_dropped, keep, keep_later, padding_in, rows_left_out
 from .record import Derived, Recipe, Record, Stored
-from .views import PixelsFirst, TokensFirst, View
+from .views import pixels_first, tokens_first
 
 _Key = tuple[int, int, int, torch.dtype, int]
 
@@ -112,9 +113,9 @@ def declare(y: Tensor, recompute: Callable[..., Tensor], *sources: Record) -> No
     if y.is_contiguous():
         declare_as(y, Derived(Recipe(recompute), sources))
     elif y.dim() == 4 and y.is_contiguous(memory_format=torch.channels_last):
-        declare_in_order(y, y.permute(0, 2, 3, 1), PixelsFirst(recompute), *sources)
+        declare_in_order(y, y.permute(0, 2, 3, 1), partial(pixels_first, recompute), *sources)
     elif y.dim() in (3, 4):
-        declare_in_order(y, y.transpose(1, 2), TokensFirst(recompute), *sources)
+        declare_in_order(y, y.transpose(1, 2), partial(tokens_first, recompute), *sources)
 
 
 def declare_as(y: Tensor, record: Derived) -> None:
@@ -144,19 +145,14 @@ def _note(y: Tensor, entry: Entry | None) -> None:
 def known_record(x: Tensor) -> Record | None:
     """The record that x has already: what its producer declared, or what an earlier consumer keeps."""
     entry = _find(x)
-    if entry is None or not entry.describes(x):
-        return None
-    assert entry.record is not None
-    return _viewed(entry, entry.record, x)
+    return None if entry is None else entry.seen_as(x)
 
 
 def record_before_write(x: Tensor) -> Record | None:
     """The record that x had before the last write to it in place; None if it had none."""
     key = _key(x)
     entry = None if key is None else _entries().get((*key[:-1], key[-1] - 1))
-    if entry is None or entry.record is None or entry.tensor() is not x or not entry.describes(x):
-        return None
-    return _viewed(entry, entry.record, x)
+    return None if entry is None or entry.tensor() is not x else entry.seen_as(x)
 
 
 def record_of(x: Tensor, codec: Codec = IDENTITY) -> Record:
@@ -167,7 +163,7 @@ def record_of(x: Tensor, codec: Codec = IDENTITY) -> Record:
 def whole_record_of(x: Tensor, codec: Codec = IDENTITY) -> Record:
     """The record of x with its padding rows, for consumers that need them or whose first dimensions are not [B, S]."""
     known = known_record(x)
-    if not (drops(x, codec) if known is None else is_dropped(known)):
+    if not (codec.takes_rows and padding_in(x) is not None if known is None else is_dropped(known)):
         return record_of(x, codec)
     return Stored(codec, *codec.pack(x.detach())) if codec != IDENTITY else Stored(IDENTITY, (x,))
 
@@ -188,26 +184,22 @@ def shared_derivation(x: Tensor, name: Hashable, recompute: Callable[..., Tensor
     return Derived(entry.derivations[key], (source,))
 
 
-def shared_copy(x: Tensor, name: Hashable, make: Callable[[], Tensor]) -> Record:
+def shared_copy(x: Tensor, name: Hashable, make: Callable[[], Tensor], codec: Codec = IDENTITY) -> Record:
     """The record of a copy of x (a narrower cast), kept instead of x; made once for all consumers with that `name`."""
     entry = _find(x) or _insert(x, None)
     if entry is None:
-        return keep(make(), IDENTITY)
+        return keep(make(), codec)
     key = (name, x.shape, x.stride())
     if key not in entry.copies:
-        entry.copies[key] = keep(make(), IDENTITY)
+        entry.copies[key] = keep(make(), codec)
     return entry.copies[key]
 
 
 def encoded(x: Tensor, codec: Codec, dtype: torch.dtype) -> Record:
     """The record of ``x.to(dtype)`` through `codec`, even if x could be derived; packed once for all its consumers."""
-    entry = None if torch.compiler.is_compiling() else _find(x) or _insert(x, None)
-    if entry is None:
+    if torch.compiler.is_compiling():
         return keep(x.detach().to(dtype), codec)
-    key = (codec, dtype, x.shape, x.stride())
-    if key not in entry.copies:
-        entry.copies[key] = keep(x.detach().to(dtype), codec)
-    return entry.copies[key]
+    return shared_copy(x, (codec, dtype), lambda: x.detach().to(dtype), codec)
 
 
 def record_in_order_of(x: Tensor, order: Tensor, codec: Codec) -> Record:
@@ -217,10 +209,10 @@ def record_in_order_of(x: Tensor, order: Tensor, codec: Codec) -> Record:
     of `order`.
     """
     entry = _find(x)
-    if entry is not None and entry.describes(order):
-        assert entry.record is not None
-        return _viewed(entry, entry.record, order)
-    if (codec == IDENTITY and not keeps_fewer(order, codec)) or _is_parameter(x):
+    known = None if entry is None else entry.seen_as(order)
+    if known is not None:
+        return known
+    if (codec == IDENTITY and rows_left_out(order) is None) or _is_parameter(x):
         return Stored(IDENTITY, (order,))
     record = keep_later(order, codec)
     entry = entry or _insert(x, None)
@@ -232,16 +224,6 @@ def record_in_order_of(x: Tensor, order: Tensor, codec: Codec) -> Record:
 def _is_parameter(x: Tensor) -> bool:
     """Whether x is a parameter or a view of one. It is no activation: it lives anyway, so keeping it costs nothing."""
     return isinstance(x, Parameter) or isinstance(x._base, Parameter)
-
-
-def _viewed(entry: Entry, record: Record, x: Tensor) -> Record:
-    """`record` as x sees the data: the same element count at the same offset, perhaps in another shape or order."""
-    if x.shape == entry.shape and x.stride() == entry.stride:
-        return record
-    key = ("view", x.shape, x.stride())
-    if key not in entry.derivations:
-        entry.derivations[key] = Recipe(View(x.shape, x.stride()))
-    return Derived(entry.derivations[key], (record,))
 
 
 @contextmanager
@@ -269,6 +251,21 @@ def another_registry() -> Iterator[None]:
     finally:
         _state.entries.clear()
         _state.entries, _state.hooks, _state.in_frame = before
+
+
+@contextmanager
+def apart() -> Iterator[None]:
+    """While the block runs, this thread has no frame, no net, no selective call and no watcher.
+
+    A module is tried so while a forward is in progress: the two must not see each other's records.
+    """
+    before = dict(vars(current))
+    current.__init__()  # type: ignore[misc]
+    try:
+        with another_registry():
+            yield
+    finally:
+        vars(current).update(before)
 
 
 def in_frame() -> bool:

@@ -65,10 +65,6 @@ class RepeatedRows:
             self._indices[device] = tuple(x.to(device, non_blocking=True) for x in self._indices[torch.device("cpu")])
         return self._indices[device]
 
-    def fits(self, x: Tensor) -> bool:
-        """Whether x is [B, S, ...]."""
-        return x.dim() > 2 and x.shape[:2] == self.shape and x.numel() > 0
-
     def taken(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """From x [B, S, ...]: the kept rows, each row's index among them, and how much rows differ beyond rounding."""
         rows, numbers, repeated, originals = self.indices(x.device)

@@ -10,6 +10,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ._current import Netting, current
 from .held import check_versions
+from .joining import itself
 from .outside import Hooks, stands_before
 from .saving import own_tensors
 
@@ -26,11 +27,10 @@ class Replay(Netting):
     def __init__(self, given: Sequence[Tensor | None], last: int) -> None:
         self.values: dict[int, Tensor] = {}
         self._given, self._last = iter(given), last
-        self._seen = 0
         # whether a linear layer is running
         self._inside = False
         self._versions: list[int] = []
-        self.hooks = self._collect, _unused
+        self.hooks = self._collect, itself
 
     def linear(self, x: Tensor, compute: Callable[[], Tensor]) -> Tensor:
         """What this layer returned the first time; if that was not kept, it is computed again."""
@@ -66,14 +66,9 @@ class Replay(Netting):
 
     def _collect(self, x: Tensor) -> Tensor:
         if not own_tensors.take(x) and not self._inside:
-            self.values[self._seen] = x.detach()
+            self.values[len(self.values)] = x.detach()
             self._versions.append(x._version)
-            self._seen += 1
-            if self._seen > self._last:
+            if len(self.values) > self._last:
                 raise Done
         # an alias, because x itself holds the node that saves it
         return x.detach()
-
-
-def _unused(x: Tensor) -> Tensor:
-    return x

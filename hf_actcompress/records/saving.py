@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -163,28 +162,19 @@ def _stored_tensor(record: Record) -> Tensor:
     return record.codec.unpack(tuple(kept), record.meta)
 
 
-@dataclass(frozen=True)
-class Packed:
-    """An activation as its codec packed it, for consumers that can compute with the packed bytes."""
-
-    codec: Codec
-    tensors: tuple[Tensor, ...]
-    meta: object
-
-    def unpack(self) -> Tensor:
-        return self.codec.unpack(self.tensors, self.meta)
-
-
 def load_packed(ctx: Any, *dy: Tensor | None) -> tuple[Any, ...]:
-    """As `load`, but a value that was stored through a codec is returned as `Packed`."""
+    """As `load`, but a value that was stored through a codec is returned as `Stored`.
+
+    This is for consumers that can compute with the packed bytes.
+    """
     if torch.compiler.is_compiling():
         return tuple(ctx.saved_tensors)
     saved = ctx.saved_tensors
     _check_padding(ctx, saved, dy)
 
-    def value(slot: Slot | None) -> Tensor | Packed | None:
+    def value(slot: Slot | None) -> Tensor | Stored | None:
         if isinstance(slot, _StoredSlot) and slot.codec != IDENTITY:
-            return Packed(slot.codec, tuple(saved[i] for i in slot.positions), slot.meta)
+            return Stored(slot.codec, tuple(saved[i] for i in slot.positions), slot.meta)
         return None if slot is None else slot.value(saved)
 
     return tuple(value(slot) for slot in ctx.slots)

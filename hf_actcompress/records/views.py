@@ -23,46 +23,22 @@ def extent(x: Tensor) -> int:
     return 1 + sum((size - 1) * step for size, step in zip(x.shape, x.stride(), strict=True))
 
 
-class View:
+def viewed(base: Tensor, shape: torch.Size, stride: tuple[int, ...]) -> Tensor:
     """Recompute function of a view of a tensor that was rebuilt. It makes no copy."""
-
-    __slots__ = ("shape", "stride")
-
-    def __init__(self, shape: torch.Size, stride: tuple[int, ...]) -> None:
-        self.shape, self.stride = shape, stride
-
-    def __call__(self, base: Tensor) -> Tensor:
-        base = base.contiguous()
-        if dense(self.shape, self.stride):
-            return base.view(self.shape)
-        return base.as_strided(self.shape, self.stride)
+    base = base.contiguous()
+    return base.view(shape) if dense(shape, stride) else base.as_strided(shape, stride)
 
 
-class SameMemory(View):
+def in_same_memory(base: Tensor, shape: torch.Size, stride: tuple[int, ...]) -> Tensor:
     """Recompute function of a view of a tensor that was rebuilt in the order in memory that it had."""
-
-    __slots__ = ()
-
-    def __call__(self, base: Tensor) -> Tensor:
-        return base.as_strided(self.shape, self.stride, int(base.storage_offset()))
+    return base.as_strided(shape, stride, int(base.storage_offset()))
 
 
-class TokensFirst:
+def tokens_first(recompute: Callable[..., Tensor], *sources: Tensor) -> Tensor:
     """Recompute function of tokens [B, S, H, D] or [B, S, C] from a function that makes [B, H, S, D] or [B, C, S]."""
-
-    __slots__ = ("recompute",)
-
-    def __init__(self, recompute: Callable[..., Tensor]) -> None:
-        self.recompute = recompute
-
-    def __call__(self, *sources: Tensor) -> Tensor:
-        return self.recompute(*sources).transpose(1, 2).contiguous()
+    return recompute(*sources).transpose(1, 2).contiguous()
 
 
-class PixelsFirst(TokensFirst):
+def pixels_first(recompute: Callable[..., Tensor], *sources: Tensor) -> Tensor:
     """Recompute function of maps [B, H, W, C] from a function that makes [B, C, H, W]."""
-
-    __slots__ = ()
-
-    def __call__(self, *sources: Tensor) -> Tensor:
-        return self.recompute(*sources).permute(0, 2, 3, 1).contiguous()
+    return recompute(*sources).permute(0, 2, 3, 1).contiguous()

@@ -92,14 +92,14 @@ def test_a_chain_makes_few_sums_at_a_time() -> None:
     recipes: list[joined.Made] = []
     a, *weights = leaves(SHAPE, *[(6, 6, 1, 1)] * 12)
     scale = torch.full((6, 1, 1), 0.5, requires_grad=True)
-    build = joined.made
+    build = joined.Made.__init__
 
-    def noted(*args: object, **options: object) -> joined.Made:
-        recipes.append(build(*args, **options))  # type: ignore[arg-type]
-        return recipes[-1]
+    def noted(made: joined.Made, *args: object) -> None:
+        build(made, *args)  # type: ignore[arg-type]
+        recipes.append(made)
 
     with pytest.MonkeyPatch.context() as patch, net():
-        patch.setattr(joined, "made", noted)
+        patch.setattr(joined.Made, "__init__", noted)
         x = a + 1
         for weight in weights:
             x = x + scale * Noting.apply(F.conv2d(x, weight))  # type: ignore[no-untyped-call]
