@@ -5,7 +5,6 @@ A layer that calls one is cut there: a program, the function, a program. The fun
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from typing import Any
 
