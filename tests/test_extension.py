@@ -27,7 +27,6 @@ from hf_actcompress import (
 from hf_actcompress.codecs import Codec, IntGroup
 from hf_actcompress.codecs.codec import TensorMeta, meta_of
 from hf_actcompress.codecs.table import CODECS
-from hf_actcompress.display.tables import Table
 from hf_actcompress.errors import CodecError, RegistrationError, RuleError, UnknownOptionError
 from hf_actcompress.extension import register_activation, register_codec, register_preset, register_rule
 from hf_actcompress.models.sites import Declined, Site
@@ -250,20 +249,6 @@ def test_configs_under_names_of_ones_own(tmp_path: Path) -> None:
     assert table.to_markdown().count("\n") == 4 and "| ---: |" in table.to_markdown()
     assert r"\%" in table.to_latex() and table.to_latex().startswith(r"\begin{tabular}{lrrrr}")
     assert type(found).from_json(found.to_json()) == found
-
-
-def test_latex_prints_every_character() -> None:
-    table = Table(("<preset>", "a~b^c"), (("50% & more", r"h.0\x{}"), ("$int8_#1", "plain")), numbers=("a~b^c",))
-    assert table.to_latex().splitlines() == [
-        r"\begin{tabular}{lr}",
-        r"\toprule",
-        r"\textless{}preset\textgreater{} & a\textasciitilde{}b\textasciicircum{}c \\",
-        r"\midrule",
-        r"50\% \& more & h.0\textbackslash{}x\{\} \\",
-        r"\$int8\_\#1 & plain \\",
-        r"\bottomrule",
-        r"\end{tabular}",
-    ]
 
 
 def test_a_config_in_a_folder(tmp_path: Path) -> None:

@@ -1,4 +1,7 @@
-"""patch_report describes the model as it is now, names each module that keeps much, and advises what can be done."""
+"""patch_report describes the model as it is now, names each module that keeps much, and advises what can be done.
+
+Tables of reports print every character in LaTeX.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from torch import nn
 
 from hf_actcompress import CompressionConfig, memory_report, patch_model, patch_report
 from hf_actcompress.config_checks import CODEC_FIELDS
+from hf_actcompress.display.tables import Table
 from hf_actcompress.memory.planning.costs import GROUPS
 from hf_actcompress.roles import Role
 from tests.families import BODY, BY_NAME
@@ -129,3 +133,17 @@ def test_a_module_that_came_later_is_said() -> None:
     ids = BY_NAME["llama"].make_batch()["input_ids"]
     model(input_ids=ids)
     assert not [row for row in patch_report(model).left_alone if row.name == "model.layers.1.mlp.down_proj"]
+
+
+def test_latex_prints_every_character() -> None:
+    table = Table(("<preset>", "a~b^c"), (("50% & more", r"h.0\x{}"), ("$int8_#1", "plain")), numbers=("a~b^c",))
+    assert table.to_latex().splitlines() == [
+        r"\begin{tabular}{lr}",
+        r"\toprule",
+        r"\textless{}preset\textgreater{} & a\textasciitilde{}b\textasciicircum{}c \\",
+        r"\midrule",
+        r"50\% \& more & h.0\textbackslash{}x\{\} \\",
+        r"\$int8\_\#1 & plain \\",
+        r"\bottomrule",
+        r"\end{tabular}",
+    ]
