@@ -37,6 +37,12 @@ def test_files_and_functions_are_short(path):
             assert body_lines(node) < limit, f"{path.name}: {node.name}"
 
 
+def test_files_of_recipes_and_tests_are_short():
+    files = [path for folder in ("recipes", "tests") for path in (ROOT / folder).rglob("*.py")]
+    assert files
+    assert not [path for path in files if len(path.read_text().splitlines()) > FILE_LINES]
+
+
 def test_every_module_says_what_it_is():
     for path in FILES:
         tree = ast.parse(path.read_text())
