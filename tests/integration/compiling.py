@@ -4,13 +4,33 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 from hf_actcompress import kept_bytes
-from tests.families import Family, Gradients, differing, relative_error
+from tests.families import BY_NAME, Family, Gradients, differing, relative_error
 
 BACKEND = "hf_actcompress"
+
+three = pytest.mark.parametrize(
+    "family", [BY_NAME[n] for n in ("bert", "gpt2-gelu-tanh", "llama")], ids=lambda f: f.name
+)
+
+
+class Gated(nn.Module):
+    """A norm and a gated MLP. The last weight's gradient and the up projection's read the SiLU's result."""
+
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.norm, self.act = nn.LayerNorm(width), nn.SiLU()
+        self.gate, self.up = (nn.Linear(width, 4 * width, bias=False) for _ in range(2))
+        self.down = nn.Linear(4 * width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = self.norm(x)
+        y: Tensor = x + self.down(self.act(self.gate(inner)) * self.up(inner))
+        return y
 
 
 def build(family: Family, dtype: torch.dtype = torch.bfloat16, **options: Any) -> Any:

@@ -16,13 +16,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_actcompress import CompressionConfig, patch_model, unpatch_model
 from tests.families import BY_NAME, Family, differing, relative_error, step
-from tests.integration.compiling import BACKEND, build, kept_by, one_graph, same_step
+from tests.integration.compiling import BACKEND, build, kept_by, one_graph, same_step, three
 
 pytestmark = pytest.mark.daily(8)
-
-three = pytest.mark.parametrize(
-    "family", [BY_NAME[n] for n in ("bert", "gpt2-gelu-tanh", "llama")], ids=lambda f: f.name
-)
 
 
 @pytest.fixture(autouse=True)

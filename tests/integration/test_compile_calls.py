@@ -16,14 +16,9 @@ from hf_actcompress.compilation import packing
 from hf_actcompress.compilation._backend import _as_it_is
 from hf_actcompress.private_apis import compile_for_inductor, graph_call
 from tests.families import BY_NAME, Family, differing, relative_error, step
-from tests.integration.compiling import build
-from tests.integration.test_compile_inductor import _Gated
+from tests.integration.compiling import Gated, build, three
 
 pytestmark = pytest.mark.daily(3)
-
-three = pytest.mark.parametrize(
-    "family", [BY_NAME[n] for n in ("bert", "gpt2-gelu-tanh", "llama")], ids=lambda f: f.name
-)
 
 
 @pytest.fixture(autouse=True)
@@ -80,8 +75,8 @@ def test_a_call_returns_what_the_nodes_do(family: Family, preset: str, monkeypat
 def test_gradients_are_as_close_to_fp64_as_of_copied_nodes(preset: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A call packs values that are rounded to bf16, where copied nodes may be fused into the op that makes them."""
     torch.manual_seed(0)
-    model, x = nn.Sequential(_Gated(64), _Gated(64)).bfloat16(), torch.randn(512, 64).bfloat16()
-    exact = nn.Sequential(_Gated(64), _Gated(64)).double()
+    model, x = nn.Sequential(Gated(64), Gated(64)).bfloat16(), torch.randn(512, 64).bfloat16()
+    exact = nn.Sequential(Gated(64), Gated(64)).double()
     exact.load_state_dict(model.state_dict())
     oracle = _gradients(exact, x.double())
     called = relative_error(_gradients(torch.compile(patch_model(model, preset), fullgraph=True), x), oracle)

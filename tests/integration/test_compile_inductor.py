@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch._inductor import config as inductor
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 
@@ -20,7 +20,7 @@ from hf_actcompress import kept_bytes, measure_step, patch_model
 from hf_actcompress.compilation.install import Partitioner
 from tests.families import BY_NAME, relative_error, step
 from tests.integration.compile_worker import Block
-from tests.integration.compiling import build, one_graph
+from tests.integration.compiling import Gated, build, one_graph
 
 pytestmark = pytest.mark.daily(6)
 
@@ -98,25 +98,10 @@ def test_it_is_installed_once() -> None:
         inductor.custom_partitioner_fn = before
 
 
-class _Gated(nn.Module):
-    """A norm and a gated MLP. The last weight's gradient and the up projection's read the SiLU's result."""
-
-    def __init__(self, width: int = 64) -> None:
-        super().__init__()
-        self.norm, self.act = nn.LayerNorm(width), nn.SiLU()
-        self.gate, self.up = (nn.Linear(width, 4 * width, bias=False) for _ in range(2))
-        self.down = nn.Linear(4 * width, width, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        inner = self.norm(x)
-        y: Tensor = x + self.down(self.act(self.gate(inner)) * self.up(inner))
-        return y
-
-
 def _kept_and_peak(depth: int, preset: str, width: int = 64, tokens: int = 512) -> tuple[int, int]:
     torch._dynamo.reset()
     torch.manual_seed(0)
-    model, x = nn.Sequential(*(_Gated(width) for _ in range(depth))).bfloat16(), torch.randn(tokens, width).bfloat16()
+    model, x = nn.Sequential(*(Gated(width) for _ in range(depth))).bfloat16(), torch.randn(tokens, width).bfloat16()
     compiled = torch.compile(model if preset == "stock" else patch_model(model, preset), fullgraph=True)
 
     def step() -> None:
