@@ -54,11 +54,13 @@ def _checkpointed(model: Any) -> Any:
     return model
 
 
-def _compiled(model: Any, memory_budget: float = 1.0) -> Forward:
+def _compiled(model: Any, memory_budget: float = 1.0, **options: Any) -> Forward:
+    """The model under Inductor, with these options of `torch._inductor.config`."""
+
     def backend(graph: Any, inputs: Any) -> Any:
         # the option is read when the graph is partitioned
         with torch._functorch.config.patch(activation_memory_budget=memory_budget):
-            return compile_fx(graph, inputs)
+            return compile_fx(graph, inputs, config_patches=options or None)
 
     # a new backend each time: with the same one, dynamo would use what it compiled for another model of the class
     return torch.compile(model, backend=backend)
@@ -92,6 +94,12 @@ MODES: dict[str, Mode] = {
         )
         for name in ("exact", "int8", "int4")
     },
+    "int8+compile, no reuse": Mode(
+        lambda model: _compiled(patch_model(model, "int8"), allow_buffer_reuse=False),
+        exact=False,
+        same_masks=False,
+        compiled=True,
+    ),
 }
 DEFAULT_MODES = ("stock", "checkpointing", "exact", "exact+checkpointing")
 
