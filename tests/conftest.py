@@ -5,6 +5,8 @@ from __future__ import annotations
 import datetime
 import gc
 import os
+import shutil
+import tempfile
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,6 +19,10 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 # in a test, measured times must not decide which implementation runs
 os.environ.setdefault("HF_ACTCOMPRESS_TIMING", "0")
+# Inductor's folder is not safe for several processes: one of them can load a library that another has half written
+WORKERS_FOLDER = tempfile.mkdtemp(prefix="inductor_") if "PYTEST_XDIST_WORKER" in os.environ else ""
+if WORKERS_FOLDER:
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = WORKERS_FOLDER
 
 from hf_actcompress.records import clear  # noqa: E402
 
@@ -62,6 +68,8 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_unconfigure() -> None:
     # without this, libraries find their objects alive when the interpreter ends, and print messages
     gc.unfreeze()
+    if WORKERS_FOLDER:
+        shutil.rmtree(WORKERS_FOLDER, ignore_errors=True)
 
 
 def pytest_report_header() -> str:

@@ -4,6 +4,8 @@ Inductor compiles a called graph once, however often it is called. Nodes that ar
 anew. It also writes all loops between two products into one C++ function, and the codecs of several tensors in one
 function make a function that no other layer shares.
 
+The calls are placed so that they split none of the functions that stock's forward has.
+
 Only packing is called, because what a layer keeps is in memory anyway. What is unpacked in backward is often read in
 registers, and a called graph would write it to memory.
 """
@@ -18,8 +20,8 @@ import torch._inductor.config as inductor
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from ..private_apis import graph_call, partitioner_ops
-from .policy import draws_or_writes
+from ..private_apis import graph_call, partitioner_ops, written_op
+from .policy import draws_or_writes, made_by
 
 
 def copied(graph: Graph, traced: GraphModule, inputs: Sequence[Node], before: Node) -> list[Node]:
@@ -55,18 +57,37 @@ def _is_fixed_on_cpu(x: Tensor) -> bool:
     return x.device.type == "cpu" and all(type(size) is int for size in (*x.shape, *x.stride()))
 
 
-def behind_product(x: Node) -> Node | None:
-    """The node behind the first product after x, where a C++ function ends anyway; None if there is no product."""
-    dear, node = partitioner_ops().compute_intensive_ops, x.next
+def between_functions(x: Node) -> Node | None:
+    """The first node after x in front of which a call splits no C++ function; None if there is none.
+
+    A C++ function ends where a product is called. The product is one that x's first reader is, or that comes after it:
+    then x is packed behind the function that makes x and what is made from it. In front of attention Inductor still
+    copies what attention reads, so the place is behind it.
+    """
+    views, read, node = {x}, False, x.next
     while node.op != "output":
-        if getattr(node.target, "overloadpacket", None) in dear:
-            return node.next
+        reads = not views.isdisjoint(node.all_input_nodes)
+        if reads and made_by(node) is made_by(x):
+            views.add(node)
+        else:
+            read = read or reads
+            if read and _is_product(node):
+                return node.next if _is_attention(node) else node
         node = node.next
     return None
 
 
-def called(graph: Graph, traced: GraphModule, inputs: Sequence[Node], before: Node) -> list[Node]:
-    """Call the traced graph in front of the node `before`. Returns its results' nodes."""
+def _is_product(node: Node) -> bool:
+    packet = getattr(node.target, "overloadpacket", node.target)
+    return packet in partitioner_ops().compute_intensive_ops or _is_attention(node)
+
+
+def _is_attention(node: Node) -> bool:
+    return "attention" in str(node.target)
+
+
+def called(graph: Graph, traced: GraphModule, x: Node, before: Node) -> list[Node]:
+    """Call the traced graph with x, in front of the node `before`. Returns its results' nodes."""
     owner = graph.owning_module
     assert owner is not None
     name = next((name for name, child in owner.named_children() if child is traced), "")
@@ -75,10 +96,23 @@ def called(graph: Graph, traced: GraphModule, inputs: Sequence[Node], before: No
         setattr(owner, name, traced)
     output = next(node for node in reversed(traced.graph.nodes) if node.op == "output")
     values = [result.meta["val"] for result in output.args[0]]  # type: ignore[union-attr]
+    x = _in_memory(graph, x)
     with graph.inserting_before(before):
-        call = graph.call_function(graph_call(), (graph.get_attr(name), name, *inputs))
+        call = graph.call_function(graph_call(), (graph.get_attr(name), name, x))
         call.meta["val"] = tuple(values)
         results = [graph.call_function(operator.getitem, (call, i)) for i in range(len(values))]
     for result, value in zip(results, values, strict=True):
         result.meta["val"] = value
     return results
+
+
+def _in_memory(graph: Graph, x: Node) -> Node:
+    """Let Inductor write x to memory before it compiles x's readers; otherwise each of them computes x for itself."""
+    base = made_by(x)
+    if _is_product(base) or base.op != "call_function" or base.target is operator.getitem:
+        return x
+    with graph.inserting_after(base):
+        written = graph.call_function(written_op(), (base, base.meta["val"].stride()))
+    written.meta["val"] = base.meta["val"]
+    base.replace_all_uses_with(written, delete_user_cb=lambda user: user is not written)
+    return written if x is base else x

@@ -162,6 +162,10 @@ def is_sharded(module: nn.Module) -> bool:
 PLAIN_TENSORS = frozenset({Tensor, nn.Parameter, nn.Buffer, FakeTensor})
 
 
+# The functions below have loops, where `all` and `any` would call a generator for each tensor: these calls are counted
+# in every step, and torch.compile traces them one by one.
+
+
 def recording(*tensors: Tensor | None) -> bool:
     """Whether autograd records in reverse mode and all of these are plain tensors. If not, the stock code runs.
 
@@ -170,12 +174,26 @@ def recording(*tensors: Tensor | None) -> bool:
     """
     if not torch.is_grad_enabled() or current.stock_only or transforms_active():
         return False
-    return all(x is None or type(x) in PLAIN_TENSORS for x in tensors)
+    for x in tensors:  # noqa: SIM110
+        if x is not None and type(x) not in PLAIN_TENSORS:
+            return False
+    return True
+
+
+def takes_gradient(*tensors: Tensor | None) -> bool:
+    """Whether all of these tensors are plain and one requires a gradient: `keeps_for_backward` while `recording()`."""
+    found = False
+    for x in tensors:
+        if x is not None:
+            if type(x) not in PLAIN_TENSORS:
+                return False
+            found = found or x.requires_grad
+    return found
 
 
 def keeps_for_backward(*tensors: Tensor | None) -> bool:
     """Whether a call on these tensors keeps anything for backward, so that our op is worth running."""
-    return recording(*tensors) and any(x.requires_grad for x in tensors if x is not None)
+    return recording() and takes_gradient(*tensors)
 
 
 def only_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:

@@ -18,7 +18,7 @@ from ..methods.inverted.op import activation_output
 from ..methods.norm_output.op import layer_norm_output, rms_norm_output
 from ..records import current
 from ..reference import ConvGeometry, draws_like_any, linear_fwd
-from .base import ModuleMixin, Settings, is_sharded, keeps_for_backward, only_tensor, recording
+from .base import ModuleMixin, Settings, is_sharded, keeps_for_backward, only_tensor, recording, takes_gradient
 from .selective import recalled
 
 
@@ -40,7 +40,7 @@ class LinearMixin(_Module):
         # read once: a parametrisation computes the weight each time that it is read
         weight, bias = self.weight, self.bias
         transposed = settings.kind == "transposed"
-        if not keeps_for_backward(x, weight, bias):
+        if not takes_gradient(x, weight, bias):
             return linear_fwd(x, weight, bias, transposed)
         derive = settings.keeps == "input"
         if torch.compiler.is_compiling() and derive:
@@ -78,7 +78,7 @@ class Conv2dMixin(_Module):
         if x is None or settings is None or x.dim() != 4 or not x.numel() or not recording(x):
             return super().forward(*args, **kwargs)  # type: ignore[no-any-return]
         weight, bias = self.weight, self.bias
-        if not keeps_for_backward(x, weight, bias):
+        if not takes_gradient(x, weight, bias):
             return self._conv_forward(x, weight, bias)  # type: ignore[operator, no-any-return]
         # an input without gradient is pixels: the batch holds them anyway, so keeping them as they are costs nothing
         codec, name = (settings.codec, settings.codec_name) if x.requires_grad else (IDENTITY, compilation.PLAIN)
@@ -101,7 +101,7 @@ class LayerNormMixin(_Module):
         if x is None or settings is None or not recording(x):
             return super().forward(*args, **kwargs)  # type: ignore[no-any-return]
         weight, bias = self.weight, self.bias
-        if not keeps_for_backward(x, weight, bias):
+        if not takes_gradient(x, weight, bias):
             return nn.functional.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
         if settings.keeps == "output":
             return layer_norm_output(x, self.normalized_shape, weight, bias, self.eps)
@@ -135,7 +135,7 @@ class RMSNormMixin(_Module):
             return super().forward(*args, **kwargs)  # type: ignore[no-any-return]
         weight, pairs = self.weight if settings.has_weight else None, settings.pairs
         shown = pairs is None or (x.dtype, weight.dtype if weight is not None else None) in pairs
-        if not shown or not keeps_for_backward(x, weight):
+        if not shown or not takes_gradient(x, weight):
             return super().forward(*args, **kwargs)  # type: ignore[no-any-return]
         eps = getattr(self, settings.eps_name)
         if settings.keeps == "output":

@@ -213,6 +213,13 @@ def graph_call() -> Any:
     return getattr(torch.ops.higher_order, "invoke_subgraph", None)
 
 
+def written_op() -> Any:
+    """Inductor's op that writes a tensor to memory with these strides, unless it is there already."""
+    from torch._inductor.inductor_prims import force_stride_order
+
+    return force_stride_order
+
+
 def graph_breaks() -> list[str]:
     """Why graphs were broken in this process so far, a line or more per reason; the last one may be repeated."""
     from torch._dynamo.utils import counters

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._inductor import config as inductor
+from torch._inductor.utils import run_and_get_code
 from torch.fx import GraphModule, Node
 
 from hf_actcompress import CompressionConfig, patch_model
@@ -53,6 +55,27 @@ def test_further_layers_add_no_graph(family: Family, preset: str) -> None:
     (few, *backward), (many, *further) = number
     assert 0 < distinct[0][0] == distinct[1][0] < few < many
     assert backward == further == [0]
+
+
+def _functions(model: nn.Module, batch: dict[str, Any]) -> list[str]:
+    """The C++ functions that Inductor's forward calls, in order; those of called graphs are not among them."""
+    torch._dynamo.reset()
+    with inductor.patch(force_disable_caches=True):
+        _, (forward, *_) = run_and_get_code(torch.compile(model, fullgraph=True), **batch)
+    text = forward[forward.index("class Runner") :]
+    return re.findall(r"^ +(cpp_fused\w*)\(", text, re.M)
+
+
+@three
+def test_calls_split_no_function(family: Family) -> None:
+    """The forward has as many functions as without a codec, and no more kinds.
+
+    The vocabulary is so large that the peak is where the logits are: if it is inside of a layer, Inductor may find
+    another order of all operations better.
+    """
+    model, batch = patch_model(build(family, vocab_size=2048)), family.make_batch("right")
+    exact, coded = _functions(model, batch), _functions(patch_model(model, "int8"), batch)
+    assert len(coded) == len(exact) and len({*coded}) <= len({*exact})
 
 
 @three
