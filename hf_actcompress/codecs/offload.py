@@ -127,7 +127,8 @@ def _to_host(x: Tensor) -> Tensor:
     rules = device_rules()
     if rules is not None:
         return rules.to_host(x)
-    if not x.is_cuda:
+    if not x.is_cuda or torch.compiler.is_compiling():
+        # streams cannot be traced
         return x.to("cpu", copy=True)
     side = _side_stream(x.device)
     side.wait_stream(torch.cuda.current_stream(x.device))

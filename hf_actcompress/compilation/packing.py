@@ -20,6 +20,7 @@ from ..private_apis import inductor_decompositions, tracing_for_compiler
 from ..reference.bits import pack_mask, unpack_mask
 from .calls import between_functions, called, can_call, copied
 from .policy import CODEC, attributed, hint, made_by, numel
+from .transfers import with_transfers
 
 aten = torch.ops.aten
 # ops whose backward reads the sign of their input or result
@@ -285,4 +286,4 @@ class _Sizes:
 def _trace(function: Callable[..., tuple[Tensor, ...]], values: Sequence[Any]) -> GraphModule:
     with tracing_for_compiler(), values[0].fake_mode, torch.no_grad():
         # codecs write in place, and a graph must not
-        return make_fx(functionalize(function), decomposition_table=inductor_decompositions())(*values)
+        return with_transfers(make_fx(functionalize(function), decomposition_table=inductor_decompositions())(*values))

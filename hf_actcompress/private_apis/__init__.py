@@ -220,6 +220,15 @@ def written_op() -> Any:
     return force_stride_order
 
 
+def offload_ops() -> Any:
+    """Torch's ops that copy the activations of compiled graphs to host memory and back; None where it has none."""
+    try:
+        from torch._functorch._activation_offloading import offload_ops as ops
+    except ImportError:
+        return None
+    return torch.ops.ao if hasattr(ops, "wait_tensor") else None
+
+
 def graph_breaks() -> list[str]:
     """Why graphs were broken in this process so far, a line or more per reason; the last one may be repeated."""
     from torch._dynamo.utils import counters
