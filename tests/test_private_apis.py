@@ -23,6 +23,7 @@ PYTHON = {"_missing_", "_value_", "_asdict", "_replace", "_getframe"}
 def evaluated(name: str) -> Any:
     import torch._dispatch.python
     import torch._dynamo.backends.common
+    import torch._functorch._activation_offloading
     import torch._functorch.config
     import torch._functorch.partitioners
     import torch._inductor.compile_fx

@@ -134,6 +134,8 @@ PRIVATE_APIS: tuple[PrivateAPI, ...] = (
     PrivateAPI("torch._inductor.fx_passes.replace_random.replace_random_passes", _T, "random numbers as seeds"),
     PrivateAPI("torch._inductor.inductor_prims.seeds", _T, "a CPU's seeds one by one"),
     PrivateAPI("torch._inductor.inductor_prims.lookup_seed", _T, "the same"),
+    PrivateAPI("torch._inductor.inductor_prims.force_stride_order", _T, "writes a tensor that a called graph reads"),
+    PrivateAPI("torch._functorch._activation_offloading", _T, "its `offload_ops`, where it has them (torch 2.13)"),
     PrivateAPI("torch.ops.higher_order.invoke_subgraph", _T, "equal codecs are compiled once"),
     PrivateAPI("torch._inductor.config.cpp_wrapper", _T, "where they are not"),
     PrivateAPI("torch._inductor.decomposition.select_decomp_table", _T, "the ops of codecs as the compiler takes them"),
