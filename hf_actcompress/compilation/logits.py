@@ -10,11 +10,10 @@ from __future__ import annotations
 import torch
 from torch.fx import Graph, Node
 
-from ..private_apis import written_op
-from .calls import can_call
+from .calls import can_call, in_memory
 from .ordering import after
 from .pieces import ONES, ROWS, START, STARTS, TOTAL, Given, Piece, Shared, Sinks, is_by_column, wide_dtype
-from .policy import LOGITS, hint, made_by
+from .policy import LOGITS, hint
 
 aten, prims = torch.ops.aten, torch.ops.prims
 # at most PIECES pieces, each of whole tiles of a product. Every piece has its own kernel, which takes seconds to
@@ -138,9 +137,10 @@ class _Pieces:
         return parts
 
     def _of_calls(self) -> dict[Node, list[Node]]:
-        """The sinks' parts, from pieces that call a graph; nothing where that is not possible, or would add memory."""
-        kinds = [kind for kind, _, _ in self._sinks]
-        if "hidden" not in kinds or any(_dtype(sink) != _dtype(gradient) for _, sink, gradient in self._sinks):
+        """The sinks' parts, from pieces that call a graph; nothing where they cannot."""
+        kinds = {kind for kind, _, _ in self._sinks}
+        same = all(_dtype(sink) == _dtype(gradient) for _, sink, gradient in self._sinks)
+        if type(self._logits.meta["val"].shape[0]) is not int or "hidden" not in kinds or not same:
             return {}
         starts = range(0, self._columns, _width(self._columns))
         widths = {min(starts.step, self._columns - start) for start in starts}
@@ -177,15 +177,10 @@ class _Pieces:
             elif kind == "bias":
                 given[ONES, sink] = self._full([1, value.shape[0]], 1, _dtype(sink))
         # in memory before the first product: then one C++ function makes all of it, and what comes before
-        return {key: self._written(x) for key, x in given.items()}
+        return {key: in_memory(self._graph, x) for key, x in given.items()}
 
     def _full(self, shape: list[int], number: int, dtype: torch.dtype) -> Node:
         return self._call(aten.full.default, shape, number, dtype=dtype, device=self._logits.meta["val"].device)
-
-    def _written(self, x: Node) -> Node:
-        if made_by(x).op != "call_function":
-            return x
-        return self._call(written_op(), x, x.meta["val"].stride())
 
     def _together(self, kind: str, sink: Node, parts: list[Node]) -> Node:
         if kind == "weight":

@@ -21,8 +21,8 @@ from tests.integration.compiling import build, three
 
 pytestmark = pytest.mark.daily(3)
 
-# vocabularies that can and cannot be divided into equal pieces, and one that is not much wider than the hidden states
-EQUAL, ODD, SMALL = 1000, 1003, 200
+# vocabularies that can and cannot be divided into equal pieces
+EQUAL, ODD = 1000, 1003
 
 
 @pytest.fixture(autouse=True)
@@ -75,8 +75,8 @@ def test_pieces_share_graphs(
     calls, grads = _backward(model, batch, 1, monkeypatch)
     assert len({node.args[1] for node in calls}) == graphs
     width = -(-vocabulary // len(calls))
-    # two pieces in memory are smaller than one of those that do not call
-    assert len(calls) > 1 and 2 * width < vocabulary / 2
+    # a piece and its gradient are in memory at once: together they are smaller than one of two pieces
+    assert 2 * width < vocabulary / 2
     assert relative_error(grads, oracle) <= 1.1 * relative_error(whole, oracle) + 1e-7
 
 
@@ -99,11 +99,11 @@ def test_further_pieces_add_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     assert functions[0] == functions[1]
 
 
-@pytest.mark.parametrize("case", ["any length", "cpp_wrapper", "a small vocabulary", "a frozen body"])
+@pytest.mark.parametrize("case", ["any length", "cpp_wrapper", "a frozen body"])
 def test_where_nothing_is_called(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """There the pieces are made one by one, with gradients that are those of whole logits."""
     family = BY_NAME["llama"]
-    model = patch_model(build(family, torch.float32, vocab_size=SMALL if "small" in case else EQUAL))
+    model = patch_model(build(family, torch.float32, vocab_size=EQUAL))
     if case == "a frozen body":
         model.model.requires_grad_(False)
     with inductor.patch(cpp_wrapper=case == "cpp_wrapper"):
