@@ -1,4 +1,4 @@
-"""Puts the traced graph of a codec into a graph: its nodes are copied, or, for Inductor on a CPU, it is called.
+"""Puts a traced graph into a graph: its nodes are copied, or, for Inductor on a CPU, it is called.
 
 Inductor compiles a called graph once, however often it is called. Nodes that are copied it compiles for each tensor
 anew. It also writes all loops between two products into one C++ function, and the codecs of several tensors in one
@@ -6,8 +6,8 @@ function make a function that no other layer shares.
 
 The calls are placed so that they split none of the functions that stock's forward has.
 
-Only packing is called, because what a layer keeps is in memory anyway. What is unpacked in backward is often read in
-registers, and a called graph would write it to memory.
+Of codecs, only packing is called, because what a layer keeps is in memory anyway. What is unpacked in backward is often
+read in registers, and a called graph would write it to memory.
 """
 
 from __future__ import annotations
@@ -86,8 +86,8 @@ def _is_attention(node: Node) -> bool:
     return "attention" in str(node.target)
 
 
-def called(graph: Graph, traced: GraphModule, x: Node, before: Node) -> list[Node]:
-    """Call the traced graph with x, in front of the node `before`. Returns its results' nodes."""
+def called(graph: Graph, traced: GraphModule, inputs: Sequence[Node], before: Node) -> list[Node]:
+    """Call the traced graph in front of the node `before`. Returns its results' nodes."""
     owner = graph.owning_module
     assert owner is not None
     name = next((name for name, child in owner.named_children() if child is traced), "")
@@ -96,9 +96,8 @@ def called(graph: Graph, traced: GraphModule, x: Node, before: Node) -> list[Nod
         setattr(owner, name, traced)
     output = next(node for node in reversed(traced.graph.nodes) if node.op == "output")
     values = [result.meta["val"] for result in output.args[0]]  # type: ignore[union-attr]
-    x = _in_memory(graph, x)
     with graph.inserting_before(before):
-        call = graph.call_function(graph_call(), (graph.get_attr(name), name, x))
+        call = graph.call_function(graph_call(), (graph.get_attr(name), name, *inputs))
         call.meta["val"] = tuple(values)
         results = [graph.call_function(operator.getitem, (call, i)) for i in range(len(values))]
     for result, value in zip(results, values, strict=True):
@@ -106,7 +105,7 @@ def called(graph: Graph, traced: GraphModule, x: Node, before: Node) -> list[Nod
     return results
 
 
-def _in_memory(graph: Graph, x: Node) -> Node:
+def in_memory(graph: Graph, x: Node) -> Node:
     """Let Inductor write x to memory before it compiles x's readers; otherwise each of them computes x for itself."""
     base = made_by(x)
     if _is_product(base) or base.op != "call_function" or base.target is operator.getitem:

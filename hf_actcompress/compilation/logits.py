@@ -7,27 +7,21 @@ loss, and the products that make the gradients of the weight and of the hidden s
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-from torch import Tensor
 from torch.fx import Graph, Node
-from torch.fx.node import map_arg
 
-from .ordering import after, call
+from .calls import can_call, in_memory
+from .ordering import after
+from .pieces import ONES, ROWS, START, STARTS, TOTAL, Given, Piece, Shared, Sinks, is_by_column, wide_dtype
 from .policy import LOGITS, hint
 
 aten, prims = torch.ops.aten, torch.ops.prims
 # at most PIECES pieces, each of whole tiles of a product. Every piece has its own kernel, which takes seconds to
 # compile, so none has fewer than LARGE elements. Smaller logits, and those of small vocabularies, stay whole
 PIECES, _TILE, LARGE, _TIMES_HIDDEN = 8, 128, 1 << 20, 4
-# ops that treat each column by itself, beside those that torch tags as pointwise
-_SHAPES = {aten.view.default, aten.reshape.default, aten.expand.default}
-_COPIES = {aten.clone.default, prims.convert_element_type.default}
-
-# (kind, node, the logits' gradient that it reads). "weight" and "hidden": products of the gradient with hidden states
-# and with the weight; "bias": sums of the gradient over rows
-_Sinks = list[tuple[str, Node, Node]]
+# pieces that call one graph take no time to compile. A called graph cannot write a gradient over its logits, so these
+# pieces are smaller
+CALLS, _VECTOR = 16, 8
 
 
 def divide_logits(graph: Graph) -> None:
@@ -63,13 +57,13 @@ def _factors(product: Node) -> tuple[Node, Node]:
     return product.args[-2:]  # type: ignore[return-value]
 
 
-def _sinks(logits: Node) -> _Sinks | None:
+def _sinks(logits: Node) -> Sinks | None:
     """The nodes that read the logits' gradient; None if an op on the logits is not known here."""
     columns = logits.meta["val"].shape[1]
     along, sinks = [logits], []
     for node in along:
         for user in node.users:
-            if _is_by_column(user, columns):
+            if is_by_column(user, columns):
                 along += [user] if user not in along else []
             elif user.target is aten.permute.default and user.args[1] == [1, 0] and node.meta["val"].dim() == 2:
                 products = [product for product in user.users if _is_product(product, user)]
@@ -95,28 +89,26 @@ def _sums_rows(node: Node, x: Node) -> bool:
     return bool(node.args[1]) and all(0 <= dim < last for dim in node.args[1])  # type: ignore[union-attr, operator]
 
 
-def _is_wide(node: Any, columns: int) -> bool:
-    """Whether the result's last axis is the vocabulary."""
-    value = node.meta.get("val") if isinstance(node, Node) else None
-    return isinstance(value, Tensor) and value.dim() > 0 and type(value.shape[-1]) is int and value.shape[-1] == columns
+def _dtype(node: Node) -> torch.dtype:
+    dtype: torch.dtype = node.meta["val"].dtype
+    return dtype
 
 
-def _is_by_column(node: Node, columns: int) -> bool:
-    if node.op != "call_function" or not _is_wide(node, columns):
-        return False
-    if node.target in _SHAPES:
-        last = tuple(node.all_input_nodes[0].meta["val"].shape[-1:])
-        # the last axis stays the vocabulary, or one number is expanded to it
-        return last == (columns,) or (node.target is aten.expand.default and last in ((), (1,)))
-    return node.target in _COPIES or torch.Tag.pointwise in getattr(node.target, "tags", ())
+def _width(columns: int) -> int:
+    """The columns of a piece that calls a graph: all pieces have the same number, if there is a fitting one."""
+    most = columns // CALLS
+    equal = (width for width in range(_VECTOR, most + 1, _VECTOR) if columns % width == 0 and 2 * width > most)
+    return max(equal, default=-(-most // _TILE) * _TILE)
 
 
 class _Pieces:
     """One product that makes logits, with all that is computed from it, divided into pieces."""
 
-    def __init__(self, graph: Graph, logits: Node, sinks: _Sinks) -> None:
+    def __init__(self, graph: Graph, logits: Node, sinks: Sinks) -> None:
         self._graph, self._logits, self._sinks = graph, logits, sinks
         self._columns: int = logits.meta["val"].shape[1]
+        whole = Piece(graph, logits, 0, self._columns)
+        self._call, self._cast = whole.call, whole.cast
         # the pieces are inserted at the last sink, where everything that they read exists
         order = {node: i for i, node in enumerate(graph.nodes)}
         self._place = max((sink for _, sink, _ in sinks), key=order.__getitem__)
@@ -126,83 +118,78 @@ class _Pieces:
         if self._early:
             # a node that reads one of the results comes before that place, so the logits stay whole
             return
+        with self._graph.inserting_before(self._place):
+            parts = self._of_calls() or self._of_copies()
+            for kind, sink, _ in self._sinks:
+                sink.replace_all_uses_with(self._together(kind, sink, parts[sink]))
+
+    def _of_copies(self) -> dict[Node, list[Node]]:
+        """The sinks' parts, from pieces that have kernels of their own."""
         pieces = max(2, min(PIECES, _count(self._logits) // LARGE))
         step = -(-self._columns // (pieces * _TILE)) * _TILE
         parts: dict[Node, list[Node]] = {sink: [] for _, sink, _ in self._sinks}
         before: Node | None = None
-        with self._graph.inserting_before(self._place):
-            for start in range(0, self._columns, step):
-                piece = _Piece(self, start, min(start + step, self._columns), before)
-                for kind, sink, gradient in self._sinks:
-                    part = piece.of_sink(kind, sink, gradient)
-                    parts[sink].append(part)
-                    before = part
-            for kind, sink, _ in self._sinks:
-                sink.replace_all_uses_with(self._together(kind, sink, parts[sink]))
+        for start in range(0, self._columns, step):
+            piece = Piece(self._graph, self._logits, start, min(start + step, self._columns), before)
+            for kind, sink, gradient in self._sinks:
+                before = piece.of_sink(kind, sink, gradient)
+                parts[sink].append(before)
+        return parts
+
+    def _of_calls(self) -> dict[Node, list[Node]]:
+        """The sinks' parts, from pieces that call a graph; nothing where they cannot."""
+        kinds = {kind for kind, _, _ in self._sinks}
+        same = all(_dtype(sink) == _dtype(gradient) for _, sink, gradient in self._sinks)
+        if type(self._logits.meta["val"].shape[0]) is not int or "hidden" not in kinds or not same:
+            return {}
+        starts = range(0, self._columns, _width(self._columns))
+        widths = {min(starts.step, self._columns - start) for start in starts}
+        graphs = {width: Shared(self._logits, width, self._sinks) for width in widths}
+        if not all(can_call(graph.module) for graph in graphs.values()):
+            return {}
+        given = self._before_calls(starts, [row for graph in graphs.values() for row in graph.rows])
+        parts: dict[Node, list[Node]] = {sink: [] for _, sink, _ in self._sinks}
+        for i, start in enumerate(starts):
+            piece = Piece(self._graph, self._logits, start, min(start + starts.step, self._columns))
+            given[START, None] = self._call(aten.slice.Tensor, given[STARTS, None], 0, i, i + 1)
+            graphs[piece.end - start].insert_call(piece, given, self._place)
+            for kind, sink, gradient in self._sinks:
+                if kind == "bias":
+                    parts[sink].append(piece.row_sum(gradient, given[ONES, sink]))
+                else:
+                    parts[sink].append(piece.of_sink(kind, sink, gradient))
+                if kind == "hidden":
+                    part = self._cast(parts[sink].pop(), wide_dtype(sink))
+                    given[TOTAL, sink] = self._call(aten.add.Tensor, given[TOTAL, sink], part)
+        return {**parts, **{sink: [total] for (name, sink), total in given.items() if sink and name == TOTAL}}
+
+    def _before_calls(self, starts: range, rows: list[Node]) -> Given:
+        """What the first piece reads."""
+        given: Given = {(ROWS, row): row for row in rows}
+        value = self._logits.meta["val"]
+        kinds = {"dtype": torch.int64, "device": value.device, "requires_grad": False}
+        given[STARTS, None] = self._call(prims.iota.default, len(starts), start=0, step=starts.step, **kinds)
+        for kind, sink, _ in self._sinks:
+            if kind == "hidden":
+                zeros = self._full(list(sink.meta["val"].shape), 0, wide_dtype(sink))
+                # not a constant, which Inductor would write into the first addition: each addition has the same code
+                given[TOTAL, sink] = after(self._graph, zeros, self._logits.all_input_nodes[-1])
+            elif kind == "bias":
+                given[ONES, sink] = self._full([1, value.shape[0]], 1, _dtype(sink))
+        # in memory before the first product: then one C++ function makes all of it, and what comes before
+        return {key: in_memory(self._graph, x) for key, x in given.items()}
+
+    def _full(self, shape: list[int], number: int, dtype: torch.dtype) -> Node:
+        return self._call(aten.full.default, shape, number, dtype=dtype, device=self._logits.meta["val"].device)
 
     def _together(self, kind: str, sink: Node, parts: list[Node]) -> Node:
         if kind == "weight":
-            return self.call(aten.cat.default, parts)
+            return self._call(aten.cat.default, parts)
         if kind == "bias":
-            return self.call(aten.cat.default, parts, -1)
+            return self._call(aten.view.default, self._call(aten.cat.default, parts, -1), list(sink.meta["val"].shape))
         dtype = sink.meta["val"].dtype
-        wide = torch.promote_types(dtype, torch.float32)
+        wide = wide_dtype(sink)
         total, *others = (self._cast(part, wide) for part in parts)
         for other in others:
-            total = self.call(aten.add.Tensor, total, other)
+            total = self._call(aten.add.Tensor, total, other)
         return self._cast(total, dtype)
-
-    def _cast(self, x: Node, dtype: torch.dtype) -> Node:
-        return x if x.meta["val"].dtype == dtype else self.call(prims.convert_element_type.default, x, dtype)
-
-    def call(self, target: Any, *args: Any, **kwargs: Any) -> Node:
-        return call(self._graph, self._logits.meta["val"].fake_mode, target, *args, **kwargs)
-
-
-class _Piece:
-    """Columns `start` to `end`, computed after the node `before`."""
-
-    def __init__(self, whole: _Pieces, start: int, end: int, before: Node | None) -> None:
-        self._whole, self._start, self._end, self._before = whole, start, end, before
-        self._known: dict[Node, Node] = {}
-
-    def of_sink(self, kind: str, sink: Node, gradient: Node) -> Node:
-        call, part = self._whole.call, self.of(gradient)
-        if kind == "weight":
-            return call(sink.target, call(aten.permute.default, part, [1, 0]), sink.args[1])
-        if kind == "hidden":
-            return call(sink.target, part, call(aten.slice.Tensor, sink.args[1], 0, self._start, self._end))
-        return call(sink.target, part, *sink.args[1:], **sink.kwargs)
-
-    def of(self, node: Any) -> Any:
-        """These columns of a node's result; the node itself if it has no columns."""
-        if not _is_wide(node, self._whole._columns):
-            return node
-        if node not in self._known:
-            self._known[node] = self._made(node)
-        return self._known[node]
-
-    def _made(self, node: Node) -> Node:
-        whole = self._whole
-        if node is whole._logits:
-            *bias, hidden, weight = node.args
-            part = whole.call(node.target, *(self._cut(x) for x in bias), hidden, self._cut(weight), **node.kwargs)
-            return part if self._before is None else after(whole._graph, part, self._before)
-        if node.target is prims.iota.default:
-            step = node.kwargs["step"]
-            start = node.kwargs["start"] + self._start * step  # type: ignore[operator]
-            return whole.call(node.target, self._end - self._start, **{**node.kwargs, "start": start})
-        if node.target is aten.full.default:
-            return whole.call(node.target, self._shape(node.args[0]), *node.args[1:], **node.kwargs)
-        if not _is_by_column(node, whole._columns):
-            return self._cut(node)
-        if node.target in _SHAPES:
-            return whole.call(node.target, self.of(node.args[0]), self._shape(node.args[1]), **node.kwargs)
-        args, kwargs = map_arg((node.args, node.kwargs), self.of)
-        return whole.call(node.target, *args, **kwargs)
-
-    def _cut(self, x: Any) -> Node:
-        return self._whole.call(aten.slice.Tensor, x, x.meta["val"].dim() - 1, self._start, self._end)
-
-    def _shape(self, shape: Any) -> list[Any]:
-        return [*shape[:-1], self._end - self._start]

@@ -18,7 +18,7 @@ from ..codecs.table import CODECS
 from ..errors import CodecError
 from ..private_apis import inductor_decompositions, tracing_for_compiler
 from ..reference.bits import pack_mask, unpack_mask
-from .calls import between_functions, called, can_call, copied
+from .calls import between_functions, called, can_call, copied, in_memory
 from .policy import CODEC, attributed, hint, made_by, numel
 from .transfers import with_transfers
 
@@ -181,7 +181,8 @@ def _pack(graph: Graph, x: Node, codec: Codec | _Bits, traces: _Traces, calls: b
     traced, meta = traces.pack(codec, x.meta["val"])
     # a mask is made in registers
     if calls and codec is not _BITS and can_call(traced):
-        made = called(graph, traced, x, between_functions(x) or _behind(x))
+        place = between_functions(x) or _behind(x)
+        made = called(graph, traced, [in_memory(graph, x)], place)
     else:
         made = copied(graph, traced, [x], _behind(x))
     attributed(made, x)
