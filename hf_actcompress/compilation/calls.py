@@ -4,7 +4,7 @@ Inductor compiles a called graph once, however often it is called. Nodes that ar
 anew. It also writes all loops between two products into one C++ function, and the codecs of several tensors in one
 function make a function that no other layer shares.
 
-The calls are placed so that they split none of the functions that stock's forward has.
+The calls are placed between these functions, so that they split none.
 
 Of codecs, only packing is called, because what a layer keeps is in memory anyway. What is unpacked in backward is often
 read in registers, and a called graph would write it to memory.
@@ -60,9 +60,9 @@ def _is_fixed_on_cpu(x: Tensor) -> bool:
 def between_functions(x: Node) -> Node | None:
     """The first node after x in front of which a call splits no C++ function; None if there is none.
 
-    A C++ function ends where a product is called. The product is one that x's first reader is, or that comes after it:
-    then x is packed behind the function that makes x and what is made from it. In front of attention Inductor still
-    copies what attention reads, so the place is behind it.
+    Inductor ends a C++ function in front of a product. The place is in front of the first product that reads x or comes
+    after another reader of x, because what is made from x belongs to the same function as x. In front of attention
+    Inductor still copies what attention reads, so there the place is behind it.
     """
     views, read, node = {x}, False, x.next
     while node.op != "output":
@@ -71,13 +71,14 @@ def between_functions(x: Node) -> Node | None:
             views.add(node)
         else:
             read = read or reads
-            if read and _is_product(node):
+            if read and _ends_function(node):
                 return node.next if _is_attention(node) else node
         node = node.next
     return None
 
 
-def _is_product(node: Node) -> bool:
+def _ends_function(node: Node) -> bool:
+    """Whether it is a product, a convolution or attention: Inductor calls them between its functions."""
     packet = getattr(node.target, "overloadpacket", node.target)
     return packet in partitioner_ops().compute_intensive_ops or _is_attention(node)
 
@@ -108,7 +109,7 @@ def called(graph: Graph, traced: GraphModule, inputs: Sequence[Node], before: No
 def in_memory(graph: Graph, x: Node) -> Node:
     """Let Inductor write x to memory before it compiles x's readers; otherwise each of them computes x for itself."""
     base = made_by(x)
-    if _is_product(base) or base.op != "call_function" or base.target is operator.getitem:
+    if _ends_function(base) or base.op != "call_function" or base.target is operator.getitem:
         return x
     with graph.inserting_after(base):
         written = graph.call_function(written_op(), (base, base.meta["val"].stride()))

@@ -154,12 +154,12 @@ class _Pieces:
             given[START, None] = self._call(aten.slice.Tensor, given[STARTS, None], 0, i, i + 1)
             graphs[piece.end - start].insert_call(piece, given, self._place)
             for kind, sink, gradient in self._sinks:
-                if kind == "bias":
+                if kind == "weight":
+                    parts[sink].append(piece.of_sink(kind, sink, gradient))
+                elif kind == "bias":
                     parts[sink].append(piece.row_sum(gradient, given[ONES, sink]))
                 else:
-                    parts[sink].append(piece.of_sink(kind, sink, gradient))
-                if kind == "hidden":
-                    part = self._cast(parts[sink].pop(), wide_dtype(sink))
+                    part = self._cast(piece.of_sink(kind, sink, gradient), wide_dtype(sink))
                     given[TOTAL, sink] = self._call(aten.add.Tensor, given[TOTAL, sink], part)
         return {**parts, **{sink: [total] for (name, sink), total in given.items() if sink and name == TOTAL}}
 

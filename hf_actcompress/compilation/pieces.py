@@ -17,7 +17,7 @@ aten, prims = torch.ops.aten, torch.ops.prims
 # ops that treat each column by itself, beside those that torch tags as pointwise
 _SHAPES = {aten.view.default, aten.reshape.default, aten.expand.default}
 _COPIES = {aten.clone.default, prims.convert_element_type.default}
-
+# results without columns that a shared graph makes itself
 _CONSTANTS = {aten.full.default, aten.scalar_tensor.default}
 
 # what pieces read beside the ops of the head and its loss: the numbers of all first columns, and that of one piece; a

@@ -17,20 +17,20 @@ _COPY = torch.ops.prims.device_put.default
 
 def with_transfers(traced: GraphModule) -> GraphModule:
     """The graph with torch's ops in place of copies from a CUDA device to the host and back."""
-    ops = offload_ops()
-    for node in list(traced.graph.nodes):
-        if ops is not None and node.target is _COPY and "cuda" in _devices(node):
-            source, device = node.args
-            with traced.graph.inserting_before(node):
-                copy = ops.offload.default if torch.device(device).type == "cpu" else ops.reload.default
-                moved = traced.graph.call_function(copy, (source,) if copy is ops.offload.default else (source, device))
-                # the source must not be freed before the copy is complete; what waits for it reads the source
-                done = traced.graph.call_function(ops.wait_tensor.default, (moved, None, source))
-            with source.meta["val"].fake_mode:
-                moved.meta["val"] = copy(*(arg.meta["val"] if isinstance(arg, Node) else arg for arg in moved.args))
-            done.meta["val"] = moved.meta["val"]
-            node.replace_all_uses_with(done)
-            traced.graph.erase_node(node)
+    ops, graph = offload_ops(), traced.graph
+    if ops is None:
+        return traced
+    for node in [node for node in graph.nodes if node.target is _COPY and "cuda" in _devices(node)]:
+        source, device = node.args
+        value, to_host = source.meta["val"], torch.device(device).type == "cpu"
+        copy, *options = (ops.offload.default,) if to_host else (ops.reload.default, device)
+        with graph.inserting_before(node), value.fake_mode:
+            moved = graph.call_function(copy, (source, *options))
+            # the op that waits also reads the source: so the source is not freed before the copy is complete
+            done = graph.call_function(ops.wait_tensor.default, (moved, None, source))
+            moved.meta["val"] = done.meta["val"] = copy(value, *options)
+        node.replace_all_uses_with(done)
+        graph.erase_node(node)
     return traced
 
 

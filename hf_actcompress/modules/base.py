@@ -162,10 +162,8 @@ def is_sharded(module: nn.Module) -> bool:
 PLAIN_TENSORS = frozenset({Tensor, nn.Parameter, nn.Buffer, FakeTensor})
 
 
-# The functions below have loops, where `all` and `any` would call a generator for each tensor: these calls are counted
-# in every step, and torch.compile traces them one by one.
-
-
+# The next two functions have loops, because `all` and `any` would call a generator once per tensor: in every step, and
+# torch.compile would trace each of these calls.
 def recording(*tensors: Tensor | None) -> bool:
     """Whether autograd records in reverse mode and all of these are plain tensors. If not, the stock code runs.
 

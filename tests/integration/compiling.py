@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.fx import GraphModule, Node
 
 from hf_actcompress import kept_bytes
+from hf_actcompress.compilation._backend import _as_it_is
+from hf_actcompress.private_apis import compile_for_inductor, graph_call
 from tests.families import BY_NAME, Family, Gradients, differing, relative_error
 
 BACKEND = "hf_actcompress"
@@ -31,6 +35,18 @@ class Gated(nn.Module):
         inner = self.norm(x)
         y: Tensor = x + self.down(self.act(self.gate(inner)) * self.up(inner))
         return y
+
+
+def with_calls(model: nn.Module, dynamic: bool | None = None) -> tuple[Any, list[list[Node]]]:
+    """The model with Inductor's graphs, which run op by op, and the calls of graphs in each of them."""
+    calls: list[list[Node]] = []
+
+    def look(graph: GraphModule, inputs: list[Any], **options: Any) -> Callable[..., Any]:
+        calls.append([node for node in graph.graph.nodes if node.target is graph_call()])
+        return _as_it_is(graph, inputs)
+
+    torch._dynamo.reset()
+    return torch.compile(model, backend=compile_for_inductor(look), fullgraph=True, dynamic=dynamic), calls
 
 
 def build(family: Family, dtype: torch.dtype = torch.bfloat16, **options: Any) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,14 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch._inductor import config as inductor
 from torch._inductor.utils import run_and_get_code
-from torch.fx import GraphModule, Node
 
 from hf_actcompress import CompressionConfig, patch_model
 from hf_actcompress.compilation import packing
-from hf_actcompress.compilation._backend import _as_it_is
-from hf_actcompress.private_apis import compile_for_inductor, graph_call
 from tests.families import BY_NAME, Family, differing, relative_error, step
-from tests.integration.compiling import Gated, build, three
+from tests.integration.compiling import Gated, build, three, with_calls
 
 pytestmark = pytest.mark.daily(3)
 
@@ -26,18 +22,6 @@ pytestmark = pytest.mark.daily(3)
 @pytest.fixture(autouse=True)
 def _fresh_compiler() -> None:
     torch._dynamo.reset()
-
-
-def _compiled(model: nn.Module, dynamic: bool | None = None) -> tuple[Any, list[list[Node]]]:
-    """Inductor's graphs, run op by op, and the calls in each of them."""
-    calls: list[list[Node]] = []
-
-    def look(graph: GraphModule, inputs: list[Any], **options: Any) -> Callable[..., Any]:
-        calls.append([node for node in graph.graph.nodes if node.target is graph_call()])
-        return _as_it_is(graph, inputs)
-
-    torch._dynamo.reset()
-    return torch.compile(model, backend=compile_for_inductor(look), fullgraph=True, dynamic=dynamic), calls
 
 
 @three
@@ -48,7 +32,7 @@ def test_further_layers_add_no_graph(family: Family, preset: str) -> None:
     for layers in (2, 4):
         key = "n_layer" if family.name.startswith("gpt2") else "num_hidden_layers"
         model = patch_model(build(family, **{key: layers}), preset)
-        compiled, calls = _compiled(model)
+        compiled, calls = with_calls(model)
         step(compiled, family.make_batch("right"))
         number.append([len(graph) for graph in calls])
         distinct.append([len({node.args[1] for node in graph}) for graph in calls])
@@ -83,11 +67,11 @@ def test_calls_split_no_function(family: Family) -> None:
 def test_a_call_returns_what_the_nodes_do(family: Family, preset: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bit by bit, also in the second step."""
     model, batch = patch_model(build(family), preset), family.make_batch("right")
-    compiled, calls = _compiled(model)
+    compiled, calls = with_calls(model)
     found = [step(compiled, batch) for _ in range(2)]
     assert calls[0]
     monkeypatch.setattr(packing, "can_call", lambda traced: False)
-    compiled, calls = _compiled(model)
+    compiled, calls = with_calls(model)
     expected_loss, expected = step(compiled, batch)
     assert not any(calls)
     for loss, grads in found:
@@ -121,7 +105,7 @@ def test_where_nodes_are_copied(case: str) -> None:
     """A graph for any length, Inductor's own wrapper in C++, and a codec that draws have no calls."""
     family = BY_NAME["llama"]
     config = CompressionConfig(mlp="int4_stochastic") if case == "stochastic" else "int8"
-    compiled, calls = _compiled(patch_model(build(family), config), dynamic=case == "any length" or None)
+    compiled, calls = with_calls(patch_model(build(family), config), dynamic=case == "any length" or None)
     with inductor.patch(cpp_wrapper=case == "cpp_wrapper"):
         step(compiled, family.make_batch())
     assert calls and not any(calls)
