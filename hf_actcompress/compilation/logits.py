@@ -19,9 +19,9 @@ aten, prims = torch.ops.aten, torch.ops.prims
 # at most PIECES pieces, each of whole tiles of a product. Every piece has its own kernel, which takes seconds to
 # compile, so none has fewer than LARGE elements. Smaller logits, and those of small vocabularies, stay whole
 PIECES, _TILE, LARGE, _TIMES_HIDDEN = 8, 128, 1 << 20, 4
-# pieces that call one graph take no time to compile. A called graph cannot write a gradient over its logits, so these
-# pieces are smaller
-CALLS, _VECTOR = 16, 8
+# pieces that call one graph take little time to compile. A called graph cannot write a gradient over its logits, so there
+# are at least twice as many of them, and MORE for the sum of the hidden states' gradients; CALLS are enough
+CALLS, MORE, _VECTOR = 16, 4, 8
 
 
 def divide_logits(graph: Graph) -> None:
@@ -94,9 +94,15 @@ def _dtype(node: Node) -> torch.dtype:
     return dtype
 
 
-def _width(columns: int) -> int:
+def _copies(logits: Node) -> int:
+    """The number of pieces if each has kernels of its own."""
+    return max(2, min(PIECES, _count(logits) // LARGE))
+
+
+def _width(logits: Node) -> int:
     """The columns of a piece that calls a graph: all pieces have the same number, if there is a fitting one."""
-    most = columns // CALLS
+    columns: int = logits.meta["val"].shape[1]
+    most = columns // min(CALLS, 2 * _copies(logits) + MORE)
     equal = (width for width in range(_VECTOR, most + 1, _VECTOR) if columns % width == 0 and 2 * width > most)
     return max(equal, default=-(-most // _TILE) * _TILE)
 
@@ -125,8 +131,7 @@ class _Pieces:
 
     def _of_copies(self) -> dict[Node, list[Node]]:
         """The sinks' parts, from pieces that have kernels of their own."""
-        pieces = max(2, min(PIECES, _count(self._logits) // LARGE))
-        step = -(-self._columns // (pieces * _TILE)) * _TILE
+        step = -(-self._columns // (_copies(self._logits) * _TILE)) * _TILE
         parts: dict[Node, list[Node]] = {sink: [] for _, sink, _ in self._sinks}
         before: Node | None = None
         for start in range(0, self._columns, step):
@@ -142,7 +147,7 @@ class _Pieces:
         same = all(_dtype(sink) == _dtype(gradient) for _, sink, gradient in self._sinks)
         if type(self._logits.meta["val"].shape[0]) is not int or "hidden" not in kinds or not same:
             return {}
-        starts = range(0, self._columns, _width(self._columns))
+        starts = range(0, self._columns, _width(self._logits))
         widths = {min(starts.step, self._columns - start) for start in starts}
         graphs = {width: Shared(self._logits, width, self._sinks) for width in widths}
         if not all(can_call(graph.module) for graph in graphs.values()):

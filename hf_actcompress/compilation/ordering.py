@@ -26,16 +26,19 @@ aten = torch.ops.aten
 def order_weights(graph: Graph) -> None:
     """Put a weight's gradient before the nodes that read the input's gradient.
 
-    It is done where the input is computed again, and where the weight's gradient is no larger than its two factors.
+    It is done where the input is computed again, and where the weight's gradient is no larger than its two factors. If
+    several layers read the input, it is done for one of them: this keeps the input out of the later kernel.
     """
+    ordered: set[Node] = set()
     for product in list(graph.nodes):
         for x, dy in _factors(product):
-            if made_by(x).op == "placeholder" or not is_pointwise(made_by(x)):
+            if x in ordered or made_by(x).op == "placeholder" or not is_pointwise(made_by(x)):
                 continue
             for dx in list(dy.users):
                 users = (*dx.users, *_pointwise_readers(dx))
                 if _is_smaller(product, x, dy) and _is_of_input(dx, dy) and all(user > product for user in users):
                     _put_behind(graph, dx, product)
+                    ordered.add(x)
 
 
 def _factors(product: Node) -> list[tuple[Node, Node]]:
@@ -81,9 +84,8 @@ def after(graph: Graph, x: Node, before: Node) -> Node:
     The new node reads one number of `before` and returns x whether or not the number is NaN. A kernel that it is fused
     into takes no longer than without it.
     """
-    mode = x.meta["val"].fake_mode
-    for axis in range(before.meta["val"].dim()):
-        before = call(graph, mode, aten.slice.Tensor, before, axis, 0, 1)
+    mode, one = x.meta["val"].fake_mode, [1] * before.meta["val"].dim()
+    before = call(graph, mode, aten.as_strided.default, before, one, one)
     return call(graph, mode, aten.where.self, call(graph, mode, aten.eq.Tensor, before, before), x, x)
 
 

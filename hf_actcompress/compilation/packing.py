@@ -61,8 +61,6 @@ def pack_saved(forward: GraphModule, backward: GraphModule, outputs: int, *, cal
         output.meta.pop("desc", None)
         for module in (forward, backward):
             module.graph.eliminate_dead_code()
-            module.graph.lint()
-            module.recompile()
 
 
 class _Bits:

@@ -38,11 +38,12 @@ def partition(
         if inductor:
             order_weights(backward.graph)
             divide_logits(backward.graph)
-            backward.recompile()
         pack_saved(forward, backward, num_fwd_outputs, calls=inductor)
         if inductor:
             # Inductor wants the random numbers that a codec draws in its own form
             replace_random(forward)
             divide_seeds(forward.graph)
-            forward.recompile()
+        for graph in (forward, backward):
+            graph.graph.lint()
+            graph.recompile()
     return forward, backward
