@@ -19,8 +19,8 @@ aten, prims = torch.ops.aten, torch.ops.prims
 # at most PIECES pieces, each of whole tiles of a product. Every piece has its own kernel, which takes seconds to
 # compile, so none has fewer than LARGE elements. Smaller logits, and those of small vocabularies, stay whole
 PIECES, _TILE, LARGE, _TIMES_HIDDEN = 8, 128, 1 << 20, 4
-# pieces that call one graph take little time to compile. A called graph cannot write a gradient over its logits, so there
-# are at least twice as many of them, and MORE for the sum of the hidden states' gradients; CALLS are enough
+# pieces that call one graph take little time to compile. A called graph cannot write a gradient over its logits, so
+# there are at least twice as many, and MORE for the sum of the hidden states' gradients; CALLS are enough
 CALLS, MORE, _VECTOR = 16, 4, 8
 
 
