@@ -20,8 +20,8 @@ aten, prims = torch.ops.aten, torch.ops.prims
 # compile, so none has fewer than LARGE elements. Smaller logits, and those of small vocabularies, stay whole
 PIECES, _TILE, LARGE, _TIMES_HIDDEN = 8, 128, 1 << 20, 4
 # pieces that call one graph take little time to compile. A called graph cannot write a gradient over its logits, so
-# there are at least twice as many, and MORE for the sum of the hidden states' gradients; CALLS are enough
-CALLS, MORE, _VECTOR = 16, 4, 8
+# there are twice as many, and _MORE because the hidden states' gradients are added up; CALLS are enough for any logits
+CALLS, _MORE, _VECTOR = 16, 4, 8
 
 
 def divide_logits(graph: Graph) -> None:
@@ -102,7 +102,7 @@ def _copies(logits: Node) -> int:
 def _width(logits: Node) -> int:
     """The columns of a piece that calls a graph: all pieces have the same number, if there is a fitting one."""
     columns: int = logits.meta["val"].shape[1]
-    most = columns // min(CALLS, 2 * _copies(logits) + MORE)
+    most = columns // min(CALLS, 2 * _copies(logits) + _MORE)
     equal = (width for width in range(_VECTOR, most + 1, _VECTOR) if columns % width == 0 and 2 * width > most)
     return max(equal, default=-(-most // _TILE) * _TILE)
 

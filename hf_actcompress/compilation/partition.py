@@ -43,7 +43,7 @@ def partition(
             # Inductor wants the random numbers that a codec draws in its own form
             replace_random(forward)
             divide_seeds(forward.graph)
-        for graph in (forward, backward):
-            graph.graph.lint()
-            graph.recompile()
+        for module in (forward, backward):
+            module.graph.lint()
+            module.recompile()
     return forward, backward
