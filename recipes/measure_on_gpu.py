@@ -24,7 +24,7 @@ from common.session import ROOT, Archive, Ended, Job, run, unpack_wheels
 from common.versions import PEERS, about_this_run
 
 _MODES = ("stock", "checkpointing", "liger", "liger+checkpointing", "exact", "exact+checkpointing", "int8", "int4")
-_COMPILED = ("stock", "compile", "exact+compile")
+_COMPILED = ("stock", "compile", "exact+compile", "int8+compile")
 _ROUNDS = ("--rounds", "7")
 # in seconds: a job is not started with less time left
 MINIMUM = 5.0
@@ -60,7 +60,7 @@ def _device_tests() -> Job:
     files = sorted(str(p.relative_to(ROOT)) for p in tests.rglob("test_*.py") if "mark.gpu" in p.read_text())
     options = ("-v", "-m", "gpu", "-p", "no:cacheprovider", *_processes(6))
     # pytest ends with status 5 if all tests are deselected, but not if all are skipped
-    return Job("device-tests", ("-m", "pytest", *options, *files), 60, shared=False)
+    return Job("device-tests", ("-m", "pytest", *options, *files), 110, shared=False)
 
 
 def _speed(name: str, modes: Sequence[str], seconds: int) -> Job:
@@ -79,7 +79,7 @@ JOBS = (
     _device_tests(),
     Job("families", ("recipes/compare_families.py",), 90),
     *(_speed(name, _MODES, 45) for name in _SETTINGS if name != "long"),
-    _speed("llama-1b", _COMPILED, 90),
+    _speed("llama-1b", _COMPILED, 120),
     _largest("gpt2", "24GiB", 45, "--models", "gpt2-small", "--seq-len", "1024"),
     _largest("bert-large", "12GiB", 45, "--models", "bert-large", "--seq-len", "512"),
     _largest("lora", "12GiB", 45, "--models", "llama-1b", "--lora", "--seq-len", "2048"),
