@@ -13,10 +13,28 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..reference.linear_cross_entropy import Losses, Pointwise, chunked_bwd, chunked_fwd
+from ..reference.linear_cross_entropy import Losses, Pointwise, chunked_bwd, chunked_fwd, whole_fwd
 from .common import STRICT, as_rows, cast, exp, on, traced
 
 _WIDEST_TILE = 4096
+
+
+@triton.jit
+def _scanned(x_ptr, columns, larger, C: tl.constexpr):
+    """The maximum of `larger` and a row of logits, and the sum of the exponentials of what is below it."""
+    sums = tl.zeros([C], tl.float32)
+    for start in range(0, columns, C):
+        cols = start + tl.arange(0, C)
+        inside = cols < columns
+        x = tl.load(x_ptr + cols, mask=inside, other=float("-inf")).to(tl.float32)
+        largest = tl.max(x, axis=0)
+        # the maximum leaves out NaN; the sum of exponentials keeps it
+        new = tl.maximum(larger, tl.where(largest == largest, largest, larger))
+        # exp(-inf - -inf) is NaN: nothing has been summed yet, so the factor is 1
+        sums *= tl.where(larger == new, 1.0, exp(larger - new, False))
+        sums += tl.where(inside, exp(x - new, False), 0.0)
+        larger = new
+    return larger, tl.sum(sums, axis=0).to(tl.float64)
 
 
 @triton.jit
@@ -26,26 +44,23 @@ def _statistics_kernel(
     """Updates a row's running statistics with its logits, which start at column `first` of the vocabulary."""
     row = tl.program_id(0).to(tl.int64)
     before = tl.load(maximum_ptr + row)
-    larger = before
-    sums = tl.zeros([C], tl.float32)
-    for start in range(0, columns, C):
-        cols = start + tl.arange(0, C)
-        inside = cols < columns
-        x = tl.load(x_ptr + row * stride + cols, mask=inside, other=float("-inf")).to(tl.float32)
-        largest = tl.max(x, axis=0)
-        # the maximum leaves out NaN; the sum of exponentials keeps it
-        new = tl.maximum(larger, tl.where(largest == largest, largest, larger))
-        # exp(-inf - -inf) is NaN: nothing has been summed yet, so the factor is 1
-        sums *= tl.where(larger == new, 1.0, exp(larger - new, False))
-        sums += tl.where(inside, exp(x - new, False), 0.0)
-        larger = new
+    larger, added = _scanned(x_ptr + row * stride, columns, before, C)
     total = tl.load(total_ptr + row)
     total *= tl.where(before == larger, 1.0, exp(before - larger, False)).to(tl.float64)
-    tl.store(total_ptr + row, total + tl.sum(sums, axis=0).to(tl.float64))
+    tl.store(total_ptr + row, total + added)
     tl.store(maximum_ptr + row, larger)
     column = tl.load(target_ptr + row) - first
     if (column >= 0) & (column < columns):
         tl.store(picked_ptr + row, tl.load(x_ptr + row * stride + column).to(tl.float32))
+
+
+@triton.jit
+def _row_statistics_kernel(x_ptr, maximum_ptr, log_sum_ptr, columns, stride, C: tl.constexpr):
+    """The statistics of a row whose logits are all there."""
+    row = tl.program_id(0).to(tl.int64)
+    maximum, total = _scanned(x_ptr + row * stride, columns, float("-inf"), C)
+    tl.store(maximum_ptr + row, maximum)
+    tl.store(log_sum_ptr + row, tl.log(total).to(tl.float32))
 
 
 @triton.jit
@@ -105,6 +120,28 @@ def _softmax_grad(
     return dy
 
 
+@traced(lambda x: [x.new_empty(x.size(0), dtype=torch.float32) for _ in range(2)])
+def _row_statistics(x: Tensor) -> list[Tensor]:
+    maximum, log_sum = (x.new_empty(x.size(0), dtype=torch.float32) for _ in range(2))
+    if x.numel() == 0:
+        return [maximum.fill_(-torch.inf), log_sum.fill_(-torch.inf)]
+    x = as_rows(x)
+    columns = x.size(1)
+    C = min(triton.next_power_of_2(columns), _WIDEST_TILE)
+    with on(x):
+        _row_statistics_kernel[(x.size(0),)](
+            x, maximum, log_sum, columns, x.stride(0), C=C, num_warps=_warps(C), **STRICT
+        )
+    return [maximum, log_sum]
+
+
+def cross_entropy_fwd(
+    logits: Tensor, rows: Tensor | None, target: Tensor, pointwise: Pointwise, dtype: torch.dtype
+) -> Losses:
+    """Losses [K] in `dtype` by torch's own ops, maximum and log of the sum of exponentials [K], from logits [M, V]."""
+    return whole_fwd(lambda x, _: tuple(_row_statistics(x)), logits, rows, target, pointwise, dtype)
+
+
 def linear_cross_entropy_fwd(
     h: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, pointwise: Pointwise, dtype: torch.dtype
 ) -> Losses:
@@ -146,6 +183,14 @@ def _sample_fwd(*sizes: Any) -> Iterator[tuple[Any, ...]]:
     yield from ((*args, torch.float32) for args in _samples(*sizes))
 
 
+def _sample_whole(*sizes: Any) -> Iterator[tuple[Any, ...]]:
+    """All rows, and every other one."""
+    for h, weight, bias, target, pointwise in _samples(*sizes):
+        logits = 4 * torch.nn.functional.linear(h, weight, bias)
+        some = torch.arange(0, h.size(0), 2, device=h.device) if pointwise else None
+        yield logits, some, target if some is None else target[some], pointwise, torch.float32 if pointwise else h.dtype
+
+
 def _sample_bwd(*sizes: Any) -> Iterator[tuple[Any, ...]]:
     for h, weight, bias, target, pointwise in _samples(*sizes):
         x = torch.nn.functional.linear(h, weight, bias)
@@ -157,4 +202,8 @@ def _sample_bwd(*sizes: Any) -> Iterator[tuple[Any, ...]]:
         yield dlosses, h, weight, bias, target, maximum, log_sum, pointwise, (True, True, True)
 
 
-SAMPLES = {"linear_cross_entropy_bwd": _sample_bwd, "linear_cross_entropy_fwd": _sample_fwd}
+SAMPLES = {
+    "cross_entropy_fwd": _sample_whole,
+    "linear_cross_entropy_bwd": _sample_bwd,
+    "linear_cross_entropy_fwd": _sample_fwd,
+}

@@ -19,6 +19,7 @@ from ..reference.device_rules import on_cpu
 from ..reference.linear_cross_entropy import NO_TARGET, Pointwise
 from ._cast import cast_record
 from .autocast import autocast_dtype
+from .deferred_values import is_cast
 from .first_order import once_differentiable
 from .loss_arguments import loss_dtype, reduced
 
@@ -147,12 +148,21 @@ def linear_cross_entropy(
         rows, wanted = kept if rows is None else rows[kept], wanted[kept]
         outside = outside | (counts.sum() > kept.numel())
     selected = _selected(h.reshape(-1, h.size(-1)), rows)
-    options = tuple(pointwise), dtype, loss_dtype(h.device, dtype, pointwise)
+    options = _without_widening(pointwise, dtype), dtype, loss_dtype(h.device, dtype, pointwise)
     losses = applied(LinearCrossEntropyFunction, selected, weight, bias, wanted, logits, rows, *options)
     if kept is not None:
         losses = losses.new_zeros(target.shape).index_copy(0, kept, losses)
     with torch.autocast(h.device.type, enabled=False):
         return reduced(losses, counts, outside, reduction)
+
+
+def _without_widening(pointwise: Pointwise, dtype: torch.dtype) -> Pointwise:
+    """No functions, if these only cast to fp32: the softmax and its gradient are computed in it anyway.
+
+    A chunk of the logits in 16 bits then becomes its gradient in place, and no copy of it is made.
+    """
+    widened = dtype != torch.float64 and all(is_cast(function, torch.float32) for function in pointwise)
+    return () if widened else tuple(pointwise)
 
 
 def _check(target: Tensor, outside: Tensor, classes: int) -> None:

@@ -39,6 +39,13 @@ class DeferredOp:
         return function(x, *self.args, **self.kwargs)
 
 
+def is_cast(function: Callable[..., Tensor], dtype: torch.dtype) -> bool:
+    """Whether the function is a deferred cast to that dtype."""
+    if not isinstance(function, DeferredOp) or function.func is not aten._to_copy.default:
+        return False
+    return bool(function.kwargs.get("dtype") == dtype)
+
+
 class LogitsSource:
     """One call of a head: how its logits are computed, and which functions of them can do without the values."""
 

@@ -17,7 +17,7 @@ Terms = Sequence[float]
 
 # as in reference/linear_cross_entropy.py: the elements of a chunk of logits, at least and at most, and the number of
 # which its rows or columns are a multiple
-LEAST_CHUNK, MOST_CHUNK, ALIGNMENT = 1 << 18, 1 << 25, 16
+LEAST_CHUNK, MOST_CHUNK, ALIGNMENT = 1 << 22, 1 << 25, 16
 
 # after this many numbers that do not halve the interval, `largest` halves it
 _SLOW = 4

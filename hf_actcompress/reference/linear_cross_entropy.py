@@ -18,8 +18,10 @@ Losses = tuple[Tensor, Tensor, Tensor]
 
 # elements of one chunk of logits: as many as the hidden states have, within these bounds (1 and 128 MiB in fp32). A sum
 # over chunks is read and written once per chunk. On a GPU that takes as long as the products of a small chunk, so its
-# chunks may be larger (512 MiB in 16 bits). Sizes depend on shapes and not on free memory: a step gives the same bits
-MIN_CHUNK, MAX_CHUNK, MAX_DEVICE_CHUNK = 1 << 18, 1 << 25, 1 << 28
+# chunks may be larger (512 MiB in 16 bits). They have 8 MiB at least: a chunk takes a dozen launches, and below that
+# size the host needs longer for them than the GPU. Sizes depend on shapes and not on free memory: a step gives the same
+# bits
+MIN_CHUNK, MAX_CHUNK, MIN_DEVICE_CHUNK, MAX_DEVICE_CHUNK = 1 << 18, 1 << 25, 1 << 22, 1 << 28
 # chunks are whole tiles of a matrix product
 ALIGNMENT = 16
 # the target's value for a row without a target
@@ -28,18 +30,21 @@ NO_TARGET = -1
 FEW_ROWS = 16
 
 
-def most_elements(h: Tensor) -> int:
-    """The largest number of elements of a chunk of the logits of h [K, D]."""
-    return MAX_CHUNK if on_cpu(h) else max(MAX_CHUNK, min(h.numel(), MAX_DEVICE_CHUNK))
+def bounds_of(h: Tensor) -> tuple[int, int]:
+    """The smallest and the largest number of elements of a chunk of the logits of h [K, D]."""
+    if on_cpu(h):
+        return MIN_CHUNK, MAX_CHUNK
+    return MIN_DEVICE_CHUNK, max(MAX_CHUNK, min(h.numel(), MAX_DEVICE_CHUNK))
 
 
-def _step(others: int, budget: int, most: int) -> int:
-    return max(min(max(budget, MIN_CHUNK), most) // max(others, 1) // ALIGNMENT, 1) * ALIGNMENT
+def _step(others: int, budget: int, bounds: tuple[int, int]) -> int:
+    least, most = bounds
+    return max(min(max(budget, least), most) // max(others, 1) // ALIGNMENT, 1) * ALIGNMENT
 
 
-def _chunks(total: int, others: int, budget: int, most: int | None = None) -> Iterable[slice]:
+def _chunks(total: int, others: int, budget: int, bounds: tuple[int, int] | None = None) -> Iterable[slice]:
     """Slices of `total` rows or columns, each with about `budget` elements; `others` is the size of the other side."""
-    step = _step(others, budget, MAX_CHUNK if most is None else most)
+    step = _step(others, budget, bounds or (MIN_CHUNK, MAX_CHUNK))
     every = [slice(start, min(start + step, total)) for start in range(0, total, step)]
     rules = device_rules()
     return every if rules is None else rules.parts(every)
@@ -61,6 +66,14 @@ def _sum_dtype(x: Tensor) -> torch.dtype:
     return torch.float32 if x.device.type == "mps" else torch.float64
 
 
+def _column_sums(dx: Tensor) -> Tensor:
+    """The sums of dx's columns, in a dtype in which the roundings of many chunks do not add up.
+
+    On a CPU it is fp64. On a device it is fp32, as in stock: for fp64 torch would copy all of dx first.
+    """
+    return dx.sum(0, dtype=_sum_dtype(dx) if on_cpu(dx) else torch.promote_types(dx.dtype, torch.float32))
+
+
 def _logits(h: Tensor, weight: Tensor, bias: Tensor | None, columns: slice) -> tuple[Tensor, Tensor]:
     """One chunk of logits [K, C] in h's dtype, and the chunk of the weight [C, D] that they are computed from."""
     part = weight[columns].to(h.dtype)
@@ -79,19 +92,40 @@ def cross_entropy_fwd(
         pointwise: Applied to each chunk.
         dtype: The dtype in which torch's log_softmax computes the losses.
     """
+    return whole_fwd(_row_statistics, logits, rows, target, pointwise, dtype)
+
+
+def whole_fwd(
+    statistics: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
+    logits: Tensor,
+    rows: Tensor | None,
+    target: Tensor,
+    pointwise: Pointwise,
+    dtype: torch.dtype,
+) -> Losses:
+    """`cross_entropy_fwd` with a function of a chunk of logits: `_row_statistics` or a kernel."""
     parts: list[Losses] = []
-    for part in _chunks(target.numel(), logits.size(1), logits.numel() // 32):
+    for part in _whole_chunks(logits, target.numel()):
         x = _applied(pointwise, logits[part] if rows is None else logits.index_select(0, rows[part])).to(dtype)
         log_probabilities = torch.log_softmax(x, 1)
         losses = F.nll_loss(log_probabilities, target[part], ignore_index=NO_TARGET, reduction="none")
-        maximum = _wide(x.amax(1))
-        if x.dtype == maximum.dtype:
-            # at the maximum the log-probability is -log_sum, by torch's own computation and without another pass of exp
-            log_sum = -log_probabilities.amax(1)
-        else:
-            log_sum = (_wide(x) - maximum[:, None]).exp_().sum(1).log_()
-        parts.append((losses, maximum, log_sum))
+        parts.append((losses, *statistics(x, log_probabilities)))
     return _joined(parts, logits, dtype)
+
+
+def _whole_chunks(logits: Tensor, count: int) -> Iterable[slice]:
+    """Slices of `count` rows of logits [M, V] that exist as a whole."""
+    bounds = bounds_of(logits)[0], MAX_CHUNK
+    return _chunks(count, logits.size(1), logits.numel() // 32, bounds)
+
+
+def _row_statistics(x: Tensor, log_probabilities: Tensor) -> tuple[Tensor, Tensor]:
+    """The maximum [K] of x [K, V], and the log of the sum of exponentials [K] of what is below it."""
+    maximum = _wide(x.amax(1))
+    if x.dtype == maximum.dtype:
+        # at the maximum the log-probability is -log_sum, by torch's own computation and without another pass of exp
+        return maximum, -log_probabilities.amax(1)
+    return maximum, (_wide(x) - maximum[:, None]).exp_().sum(1).log_()
 
 
 def _joined(parts: list[Losses], logits: Tensor, dtype: torch.dtype) -> Losses:
@@ -124,7 +158,7 @@ def chunked_fwd(
     picked = torch.zeros_like(maximum)
     # one number per row: fp64 costs almost nothing, and the roundings of many chunks do not add up
     total = torch.zeros_like(maximum, dtype=_sum_dtype(h))
-    for part in _chunks(weight.size(0), h.size(0), h.numel(), most_elements(h)):
+    for part in _chunks(weight.size(0), h.size(0), h.numel(), bounds_of(h)):
         x = _applied(pointwise, _logits(h, weight, bias, part)[0])
         statistics(x, target, part.start, maximum, picked, total)
     log_sum = total.log_().to(wide)
@@ -177,7 +211,7 @@ def chunked_bwd(
     dweight = torch.empty_like(weight) if needs[1] else None
     dbias = torch.empty_like(bias) if needs[2] and bias is not None else None
     scale = dlosses.to(maximum.dtype)
-    for part in _chunks(weight.size(0), h.size(0), h.numel(), most_elements(h)):
+    for part in _chunks(weight.size(0), h.size(0), h.numel(), bounds_of(h)):
         x, weight_part = _logits(h, weight, bias, part)
         if pointwise:
             with torch.enable_grad():
@@ -190,8 +224,7 @@ def chunked_bwd(
             dx = softmax_grad(x, target, part.start, maximum, log_sum, scale, True)
         del x
         if dbias is not None:
-            # one number per column: fp64 costs almost no memory
-            dbias[part] = dx.sum(0, dtype=_sum_dtype(dx))
+            dbias[part] = _column_sums(dx)
         if dweight is not None:
             dweight[part] = dx.t().mm(h)
         if dh is not None and part == slice(0, weight.size(0)):
@@ -254,6 +287,18 @@ def _accumulate(total: Tensor, dx: Tensor, weight: Tensor) -> None:
         total.addmm_(wide, weight.to(total.dtype))
 
 
+def whole_chunk_sizes(
+    logits: Tensor, rows: Tensor | None, target: Tensor, pointwise: Pointwise, dtype: torch.dtype
+) -> list[int]:
+    """Bytes that `whole_fwd` holds besides its results: a chunk of logits, if it is not a view, and what it becomes."""
+    first = next(iter(_whole_chunks(logits, target.numel())), slice(0, 0))
+    given = logits.new_empty((first.stop, logits.size(1)), device="meta")
+    y = _applied(pointwise, given)
+    x = y.to(dtype)
+    chunks = [*([given] if rows is not None else []), *(new for new, old in ((y, given), (x, y)) if new is not old)]
+    return [chunk.nbytes for chunk in (*chunks, x)]
+
+
 def chunk_sizes(
     h: Tensor, weight: Tensor, pointwise: Pointwise, needs: tuple[bool, bool, bool] | None = None
 ) -> list[int]:
@@ -265,7 +310,7 @@ def chunk_sizes(
         pointwise: Functions that are applied to each chunk.
         needs: Which gradients are computed; None for the forward.
     """
-    columns = min(_step(h.size(0), h.numel(), most_elements(h)), weight.size(0))
+    columns = min(_step(h.size(0), h.numel(), bounds_of(h)), weight.size(0))
     x = h.new_empty((h.size(0), columns), device="meta")
     y = _applied(pointwise, x)
     # gradients have the same sizes; if no function is applied, the gradient is written over the logits

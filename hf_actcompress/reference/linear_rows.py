@@ -9,7 +9,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .linear import linear_bwd
-from .linear_cross_entropy import Pointwise, _accumulate, _applied, _chunks, _product, _sum_dtype, most_elements
+from .linear_cross_entropy import (
+    Pointwise, _accumulate, _applied, _chunks, _column_sums, _product, _sum_dtype, bounds_of,
+)  # fmt: skip
 
 _Grads = tuple[Tensor | None, Tensor | None, Tensor | None]
 # from a slice of rows and a function that gives their logits [K, V]: the gradient [K, V] of these; None if it is zero
@@ -49,7 +51,7 @@ def linear_rows_bwd(
     """
     rows, width = h.size(0), weight.size(0)
     # the weight's gradient is a sum over chunks, which each chunk reads and writes once
-    parts = [slice(0, rows)] if whole else list(_chunks(rows, width, rows * width // 16, most_elements(h)))
+    parts = [slice(0, rows)] if whole else list(_chunks(rows, width, rows * width // 16, bounds_of(h)))
     if len(parts) == 1:
         dx = _product_gradient(gradient, parts[0], h, weight, bias, pointwise)
         dx = h.new_zeros((h.size(0), weight.size(0))) if dx is None else dx
@@ -67,7 +69,7 @@ def linear_rows_bwd(
         if dweight is not None:
             _accumulate(dweight, dx.t(), h[part])
         if dbias is not None:
-            dbias.add_(dx.sum(0, dtype=dbias.dtype))
+            dbias.add_(_column_sums(dx))
         del dx
     return dh, dweight, dbias
 

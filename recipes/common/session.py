@@ -18,6 +18,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 # the archive is made again if it is older than this
 SECONDS_BETWEEN_ARCHIVES = 5.0
+# for a job that is interrupted
+SECONDS_TO_END = 4.0
 
 
 @dataclass(frozen=True)
@@ -102,11 +104,20 @@ def run(job: Job, command: Sequence[str], log: Path, limit: float, site: Path | 
                 archive.refresh()
         finally:
             cut_off = process.poll() is None
+            if cut_off:
+                _interrupt(process)
             _kill(process)
     status = None if cut_off else process.returncode
     ending = "cut off" if cut_off else "ok" if status == 0 else f"exit status {status}"
     took = round(time.monotonic() - began, 1)
     return Ended(job.name, shlex.join(["python", *command]), round(limit, 1), took, status, ending)
+
+
+def _interrupt(process: subprocess.Popen[bytes]) -> None:
+    """Give the process a few seconds to say what it has found so far, as pytest does of tests that have failed."""
+    process.send_signal(signal.SIGINT)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(SECONDS_TO_END)
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:

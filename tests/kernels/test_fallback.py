@@ -20,6 +20,9 @@ from tests.kernels.harness import present, samples
 from tests.oracle import assert_equal_bits
 from tests.programs.pairs import calls, pair
 
+# some tests launch a kernel on tensors of the CPU
+interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled for the GPU")
+
 CPU = torch.device("cpu")
 NAME, ROW = "rms_norm_bwd", "weight_after_cast"
 
@@ -63,6 +66,7 @@ def arguments() -> tuple[Any, ...]:
     return next(args for args in samples(NAME, torch.float32, 5, 24) if args[4] == ROW)
 
 
+@interpreted
 def test_the_reference_runs_instead_and_it_is_said_once(failing: _Failing, caplog: pytest.LogCaptureFixture) -> None:
     args, held = arguments(), found()
     kernels, stocks = failing.kernel(*args), FUNCTIONS[NAME](*args)
@@ -83,6 +87,7 @@ def test_the_reference_runs_instead_and_it_is_said_once(failing: _Failing, caplo
     assert dispatch._launcher(NAME, "one_plus_weight", CPU).__wrapped__ is failing
 
 
+@interpreted
 def test_an_explicit_choice_raises(failing: _Failing) -> None:
     failing.error = RuntimeError("ptxas failed")
     with use("triton"), pytest.raises(RuntimeError, match="ptxas failed"):

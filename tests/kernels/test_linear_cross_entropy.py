@@ -20,7 +20,8 @@ every_shape = pytest.mark.parametrize("shape", [(1, 1), (13, 7), (12, 200), (2, 
 
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reference, "MIN_CHUNK", 12 * 64)
+    for bound in ("MIN_CHUNK", "MIN_DEVICE_CHUNK"):
+        monkeypatch.setattr(reference, bound, 12 * 64)
 
 
 def assert_lawful(name: str, args: Any, oracle: Any, terms: list[Tensor | None]) -> None:
@@ -46,6 +47,21 @@ def test_fwd(dtype: torch.dtype, shape: tuple[int, int]) -> None:
     for args in samples("linear_cross_entropy_fwd", dtype, *shape):
         oracle = (*wide(args[:-1]), torch.float64)
         assert_lawful("linear_cross_entropy_fwd", args, oracle, [*fwd_terms(*oracle)])
+
+
+@every_dtype
+@every_shape
+def test_from_whole_logits(dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    """The losses are the reference's bits."""
+    for args in samples("cross_entropy_fwd", dtype, *shape):
+        logits, rows, target, pointwise, _ = args
+        x = (logits if rows is None else logits[rows]).double()
+        for function in pointwise:
+            x = function(x)
+        terms = (x.softmax(1) * (1 + x.amax(1, keepdim=True) - x)).sum(1)
+        oracle = (*wide((logits, rows, target, pointwise)), torch.float64)
+        assert_lawful("cross_entropy_fwd", args, oracle, [None, None, terms])
+        assert_equal_bits(present(run("cross_entropy_fwd", args))[:1], present(specified("cross_entropy_fwd", args))[:1])
 
 
 @every_dtype

@@ -25,7 +25,8 @@ LARGE = 32_003
 @pytest.fixture
 def many_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small chunks of the loss head, so that tiny shapes take several."""
-    monkeypatch.setattr(linear_cross_entropy, "MIN_CHUNK", 1)
+    for bound in ("MIN_CHUNK", "MIN_DEVICE_CHUNK"):
+        monkeypatch.setattr(linear_cross_entropy, bound, 1)
     monkeypatch.setattr(linear_cross_entropy, "MAX_CHUNK", 1 << 12)
 
 

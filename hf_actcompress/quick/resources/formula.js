@@ -1,7 +1,7 @@
 // The formula of quick/formula.py and quick/question.py. A test runs both on the same inputs.
 "use strict";
 
-const LEAST_CHUNK = 2 ** 18, MOST_CHUNK = 2 ** 25, ALIGNMENT = 16, LORA_RANK = 8, LEAST_TILE = 256;
+const LEAST_CHUNK = 2 ** 22, MOST_CHUNK = 2 ** 25, ALIGNMENT = 16, LORA_RANK = 8, LEAST_TILE = 256;
 // embeddings of these classes have no padding token
 const WITHOUT_PADDING = ["GPT2LMHeadModel"];
 const QUANTIZED = { nf4: "qlora", int8: "int8" };
