@@ -26,7 +26,7 @@ def clones(inputs: Sequence[Tensor | None]) -> list[Tensor | None]:
         if x is None:
             out.append(None)
             continue
-        y = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype)
+        y = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
         y.copy_(x.detach())
         out.append(y.requires_grad_(x.requires_grad))
     return out
@@ -45,7 +45,7 @@ def gradients(function: Function, inputs: Sequence[Tensor | None], dy: Tensor | 
 def pattern(y: Tensor) -> Tensor:
     """An incoming gradient with no symmetry, the same in every dtype up to rounding."""
     dy = torch.sin(torch.arange(y.numel(), dtype=torch.float64) * 1.7 + 0.3)
-    return dy.view(y.shape).to(y.dtype)
+    return dy.view(y.shape).to(y.device, y.dtype)
 
 
 def widened(x: Any) -> Any:

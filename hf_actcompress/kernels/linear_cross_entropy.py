@@ -58,7 +58,7 @@ def _statistics_kernel(
 def _row_statistics_kernel(x_ptr, maximum_ptr, log_sum_ptr, columns, stride, C: tl.constexpr):
     """The statistics of a row whose logits are all there."""
     row = tl.program_id(0).to(tl.int64)
-    maximum, total = _scanned(x_ptr + row * stride, columns, float("-inf"), C)
+    maximum, total = _scanned(x_ptr + row * stride, columns, tl.full([], float("-inf"), tl.float32), C)
     tl.store(maximum_ptr + row, maximum)
     tl.store(log_sum_ptr + row, tl.log(total).to(tl.float32))
 
