@@ -130,6 +130,8 @@ def _compiling(capability: int) -> Iterator[list[tuple[Any, dict[str, Any]]]]:
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
+    from hf_actcompress.kernels import launch
+
     compiled: list[tuple[Any, dict[str, Any]]] = []
     seen: set[str] = set()
     run = JITFunction.run
@@ -142,11 +144,11 @@ def _compiling(capability: int) -> Iterator[list[tuple[Any, dict[str, Any]]]]:
         return made
 
     driver.set_active(_Target(capability))
-    JITFunction.run = compile_only
+    JITFunction.run, launch.enabled = compile_only, False
     try:
         yield compiled
     finally:
-        JITFunction.run = run
+        JITFunction.run, launch.enabled = run, True
 
 
 def usage(cubin: bytes) -> tuple[int, int, int, int]:

@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from ..reference.activation import LAPLACE, SELU
 from .common import POINTWISE_LAUNCH, POINTWISE_TILE, cast, divide, exp, expm1, log1p, on, sigmoid, tanh, traced
+from .launch import CachedLaunches
 
 
 @triton.jit
@@ -160,6 +161,7 @@ def derivative(
         return divide(tl.where(x > 0.0, 1.0, e), 2.0 * root * (1.0 + e), FAST)
 
 
+@CachedLaunches
 @triton.jit
 def _activation_kernel(
     x_ptr, dy_ptr, out_ptr, count,

@@ -25,6 +25,7 @@ from triton.language.extra import libdevice
 
 from .activation import STOCKS, inputs
 from .common import DTYPES, INTERPRETED, POINTWISE_TILE, POINTWISE_WARPS, cast, divide, exp, on, sigmoid, widened
+from .launch import CachedLaunches
 from .probe import BROKEN, NARROW, differing, every, identity, paired
 
 _log = logging.getLogger(__name__)
@@ -86,6 +87,7 @@ def stock_value(x, FORM: tl.constexpr, DTYPE: tl.constexpr, OUT: tl.constexpr):
         return _rounded(0.5 * x, DTYPE) * _rounded(1.0 + t, OUT)
 
 
+@CachedLaunches
 @triton.jit
 def _fwd_kernel(
     gate_ptr, up_ptr, h_ptr, gate_stride, up_stride, width, tiles,

@@ -27,6 +27,7 @@ from .groups import (
     rows_of,
     within_range,
 )
+from .launch import CachedLaunches
 
 
 @triton.jit
@@ -70,6 +71,7 @@ def decode(code, E4M3: tl.constexpr, HARDWARE: tl.constexpr = False):
         return (code << 8).to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32)
 
 
+@CachedLaunches
 @triton.jit
 def _pack_kernel(
     x_ptr, codes_ptr, scale_ptr, total, per_row, features, group, size1, size2, stride0, stride1, stride2,
@@ -101,6 +103,7 @@ def _pack_kernel(
         tl.store(codes_ptr + target[:, None] + col[None, :], encode(x * inverse[:, None], E4M3, HARDWARE), mask=inside)
 
 
+@CachedLaunches
 @triton.jit
 def _unpack_kernel(
     codes_ptr, scale_ptr, out_ptr, total, per_row, features, group,

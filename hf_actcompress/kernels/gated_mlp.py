@@ -12,8 +12,10 @@ from torch import Tensor
 
 from .activation import OPTIONS, STOCKS, constants, derivative, inputs, is_fast, value
 from .common import DTYPES, POINTWISE_LAUNCH, POINTWISE_TILE, cast, on, pointwise_layout, traced
+from .launch import CachedLaunches
 
 
+@CachedLaunches
 @triton.jit
 def _product_kernel(
     gate_ptr, up_ptr, h_ptr, gate_stride, up_stride, width, tiles,
@@ -30,6 +32,7 @@ def _product_kernel(
     tl.store(h_ptr + row * width + at, cast(activated * up, h_ptr.dtype.element_ty), mask=mask)
 
 
+@CachedLaunches
 @triton.jit
 def _bwd_kernel(
     dh_ptr, gate_ptr, up_ptr, h_ptr, dgate_ptr, dup_ptr, dh_stride, gate_stride, up_stride, width, tiles,

@@ -22,6 +22,7 @@ from ..reference.groups import group_count
 from .common import INTERPRETED, STRICT, as_rows, cast, on, traced
 from .float8 import decode
 from .groups import split_bits, within_range
+from .launch import CachedLaunches
 
 
 class Tile(NamedTuple):
@@ -36,6 +37,8 @@ class Tile(NamedTuple):
 
 # bytes of an element -> tile. In fp32 without tf32 every product is one instruction with operands in registers
 TILES = {2: Tile(128, 128, 64, 8, 3), 4: Tile(64, 64, 16, 8, 2)}
+# the fewest tokens that a product of tiles takes
+FEWEST_TOKENS = 16
 # rows of tiles whose programs run at the same time, so that they read the same data from the cache
 _BAND = tl.constexpr(8)
 # the fewest tokens for one program; without a GPU it is so few that small tensors take every path
@@ -52,11 +55,18 @@ class Launch(NamedTuple):
 
 
 def tile_for(dy: Tensor, width: int, short: bool = False) -> Tile:
-    """A tile for pieces of `width` features that no tile crosses. `short` halves a step's tokens to save registers."""
+    """A tile for pieces of `width` features that no tile crosses.
+
+    `short` saves registers: it halves a step's tokens, or the features where a product of tiles takes no fewer tokens.
+    """
     tile = TILES[dy.element_size()]
+    if short and tile.tokens > FEWEST_TOKENS:
+        tile = tile._replace(tokens=tile.tokens // 2)
+    elif short:
+        tile = tile._replace(features=tile.features // 2)
     features = min(tile.features, max(triton.next_power_of_2(width), 16))
     warps = max(tile.warps * features // tile.features, 4)
-    return tile._replace(features=features, warps=warps, tokens=tile.tokens // 2 if short else tile.tokens)
+    return tile._replace(features=features, warps=warps)
 
 
 def launch_of(dy: Tensor, features: int, tokens: int, tile: Tile, width: int | None = None) -> Launch:
@@ -148,6 +158,7 @@ def _scaled(codes, scale_ptr, zero_ptr, row, known, first, per_row, group,
     return cast(tl.reshape(within_range(value, scale, DTYPE), [K, N]), DTYPE)
 
 
+@CachedLaunches
 @triton.jit
 def _decoded_kernel(
     dy_ptr, codes_ptr, scale_ptr, zero_ptr, out_ptr, tokens, outputs, features, stride, row_size, per_row, group,

@@ -35,6 +35,7 @@ from .groups import (
     split_bits,
     within_range,
 )
+from .launch import CachedLaunches
 
 
 @triton.jit
@@ -81,6 +82,7 @@ def _group_bytes(at, row, nth, row_size, group_bytes, DENSE: tl.constexpr):
         return row.to(tl.int64) * row_size + first, tl.minimum(group_bytes, row_size - first)
 
 
+@CachedLaunches
 @triton.jit
 def _pack_kernel(
     x_ptr, channels_ptr, seed_ptr, codes_ptr, scale_ptr, zero_ptr,
@@ -133,6 +135,7 @@ def _pack_kernel(
         tl.store(codes_ptr + byte[:, None] + place[None, :], packed, mask=written)
 
 
+@CachedLaunches
 @triton.jit
 def _unpack_kernel(
     codes_ptr, scale_ptr, zero_ptr, out_ptr, total, per_row, features, group, row_size, group_bytes,

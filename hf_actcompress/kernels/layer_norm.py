@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..reference import layer_norm as reference
 from .common import STRICT, WIDE_TILE, WIDEST_ROW, WIDEST_SUMS, cast, divide, on, programs, row_tile, traced, widened
+from .launch import CachedLaunches
 
 _Shape = tuple[int, ...]
 
@@ -67,6 +68,7 @@ def _store_dx(dx_ptr, residual_ptr, at, mask, dx, RESIDUAL: tl.constexpr):
     tl.store(dx_ptr + at, dx, mask=mask)
 
 
+@CachedLaunches
 @triton.jit
 def _norm_bwd_kernel(
     dy_ptr, kept_ptr, weight_ptr, bias_ptr, mean_ptr, rstd_ptr, residual_ptr, dx_ptr, dweight_ptr, dbias_ptr,
@@ -122,6 +124,7 @@ def _add(sum_ptr, cols, width, written, term):
     tl.store(sum_ptr + at, before + tl.sum(term, axis=0), mask=cols < width)
 
 
+@CachedLaunches
 @triton.jit
 def _wide_norm_bwd_kernel(
     dy_ptr, kept_ptr, weight_ptr, bias_ptr, mean_ptr, rstd_ptr, residual_ptr, dx_ptr, dweight_ptr, dbias_ptr,

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..reference.linear_cross_entropy import Losses, Pointwise, chunked_bwd, chunked_fwd, whole_fwd
 from .common import STRICT, as_rows, cast, exp, on, traced
+from .launch import CachedLaunches
 
 _WIDEST_TILE = 4096
 
@@ -37,6 +38,7 @@ def _scanned(x_ptr, columns, larger, C: tl.constexpr):
     return larger, tl.sum(sums, axis=0).to(tl.float64)
 
 
+@CachedLaunches
 @triton.jit
 def _statistics_kernel(
     x_ptr, target_ptr, maximum_ptr, picked_ptr, total_ptr, first, columns, stride, C: tl.constexpr
@@ -54,6 +56,7 @@ def _statistics_kernel(
         tl.store(picked_ptr + row, tl.load(x_ptr + row * stride + column).to(tl.float32))
 
 
+@CachedLaunches
 @triton.jit
 def _row_statistics_kernel(x_ptr, maximum_ptr, log_sum_ptr, columns, stride, C: tl.constexpr):
     """The statistics of a row whose logits are all there."""
@@ -63,6 +66,7 @@ def _row_statistics_kernel(x_ptr, maximum_ptr, log_sum_ptr, columns, stride, C: 
     tl.store(log_sum_ptr + row, tl.log(total).to(tl.float32))
 
 
+@CachedLaunches
 @triton.jit
 def _grad_kernel(
     y_ptr, dy_ptr, target_ptr, maximum_ptr, log_sum_ptr, scale_ptr, first, columns, stride, C: tl.constexpr

@@ -32,6 +32,7 @@ from .common import (
     row_tile,
     traced,
 )
+from .launch import CachedLaunches
 from .layer_norm import norm_bwd, present
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -42,6 +43,7 @@ _repeats: dict[tuple[torch.device, torch.dtype, int, tuple[int, int]], bool] = {
 _CACHED_BYTES = 96 * 1024
 
 
+@CachedLaunches
 @triton.jit
 def _square_kernel(x_ptr, square_ptr, count, TILE: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
@@ -64,6 +66,7 @@ def _scaled(
     return cast(y, dtype)
 
 
+@CachedLaunches
 @triton.jit
 def _fwd_kernel(
     x_ptr, weight_ptr, y_ptr, rstd_ptr, rows, width, factor, eps,
@@ -112,6 +115,7 @@ def _fwd_kernel(
         first += tl.num_programs(0) * R
 
 
+@CachedLaunches
 @triton.jit
 def _rebuild_kernel(
     x_ptr, rstd_ptr, weight_ptr, y_ptr, rows, width,

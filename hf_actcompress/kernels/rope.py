@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..reference import rope as reference
 from .common import DTYPES, STRICT, cast, on, traced
+from .launch import CachedLaunches
 
 # the widest half of a head; the reference handles wider ones
 WIDEST_HALF = 2048
@@ -23,6 +24,7 @@ WIDEST_HALF = 2048
 _TILE, _PER_THREAD = 1024, 8
 
 
+@CachedLaunches
 @triton.jit
 def _rope_kernel(
     x_ptr, cos_ptr, sin_ptr, y_ptr, tokens, heads, half, tiles,

@@ -10,7 +10,14 @@ from torch.nn import functional as F
 
 from .linear import linear_bwd
 from .linear_cross_entropy import (
-    Pointwise, _accumulate, _applied, _chunks, _column_sums, _product, _sum_dtype, bounds_of,
+    Pointwise,
+    _accumulate,
+    _applied,
+    _chunks,
+    _column_sums,
+    _product,
+    _sum_dtype,
+    bounds_of,
 )  # fmt: skip
 
 _Grads = tuple[Tensor | None, Tensor | None, Tensor | None]

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from hf_actcompress.kernels import KERNELS
+from hf_actcompress.kernels.launch import CachedLaunches
 from tests.kernels.harness import samples
 
 pytest.importorskip("triton")
@@ -152,6 +153,7 @@ def kernel_options() -> dict[str, list[set[str]]]:
     found: dict[str, list[set[str]]] = defaultdict(list)
     for module in sorted(set(KERNELS.values())):
         for name, x in vars(importlib.import_module(f"hf_actcompress.{module}")).items():
+            x = x.jit if isinstance(x, CachedLaunches) else x
             if isinstance(x, (JITFunction, InterpretedFunction)):
                 found[name].append({option for option in inspect.signature(x.fn).parameters if option.isupper()})
     return found

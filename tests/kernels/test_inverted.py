@@ -57,6 +57,11 @@ def test_ends_of_the_branches(kind: str, dtype: torch.dtype) -> None:
     assert bool(ours[-2:].isnan().all())
     # where two pieces of a fit meet, either may be used: the error of each is at most 2e-5
     eps = torch.finfo(dtype).eps
+    # at the minimum the slope grows with the square root of y's distance: torch divides by it with a rounding on a GPU
+    if dtype == torch.float32:
+        assert stock[9].abs() <= max(4e-5, abs(INVERTED[kind].y_min) * (2 * eps) ** 0.5)
+        assert ours[9].abs() <= 4e-5
+        stock[9] = ours[9]
     torch.testing.assert_close(ours, stock, rtol=0 if eps < 1e-6 else eps, atol=4e-5, equal_nan=True)
 
 

@@ -61,7 +61,9 @@ def test_from_whole_logits(dtype: torch.dtype, shape: tuple[int, int]) -> None:
         terms = (x.softmax(1) * (1 + x.amax(1, keepdim=True) - x)).sum(1)
         oracle = (*wide((logits, rows, target, pointwise)), torch.float64)
         assert_lawful("cross_entropy_fwd", args, oracle, [None, None, terms])
-        assert_equal_bits(present(run("cross_entropy_fwd", args))[:1], present(specified("cross_entropy_fwd", args))[:1])
+        assert_equal_bits(
+            present(run("cross_entropy_fwd", args))[:1], present(specified("cross_entropy_fwd", args))[:1]
+        )
 
 
 @every_dtype

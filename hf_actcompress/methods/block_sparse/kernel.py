@@ -23,10 +23,12 @@ from ...kernels.grad_weight import (
     store_tile,
     tile_for,
 )
+from ...kernels.launch import CachedLaunches
 from ...reference.not_finite import nothing
 from .reference import block_sparse_pack
 
 
+@CachedLaunches
 @triton.jit
 def _gathered_kernel(
     dy_ptr, x_ptr, order_ptr, block_ptr, edge_ptr, out_ptr, rows, outputs, features, stride, br, bc,

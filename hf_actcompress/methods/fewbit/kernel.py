@@ -19,6 +19,7 @@ from torch import Tensor
 from ...kernels.activation import OPTIONS, constants, derivative, is_fast
 from ...kernels.common import POINTWISE_LAUNCH, POINTWISE_TILE, cast, on, traced
 from ...kernels.groups import as_code, join_bits, nearest_integer, split_bits
+from ...kernels.launch import CachedLaunches
 from ...reference.bits import packed_bytes
 from .kernel_encoding import cells, encoding, known_slopes
 from .reference import TWO_VALUED, UNBOUNDED, fewbit_levels, fewbit_stored_bits, row_maximum
@@ -73,6 +74,7 @@ def _code(x, table_ptr, scale_ptr, start, count, width, inside, MODE: tl.constex
             return as_code(nearest_integer(tl.where(place == place, place, TABLE[0])))
 
 
+@CachedLaunches
 @triton.jit
 def _codes_kernel(
     x_ptr, table_ptr, scale_ptr, codes_ptr, count, width, bytes, high_bytes,
@@ -101,6 +103,7 @@ def _codes_kernel(
         tl.store(codes_ptr + bytes + place, join_bits(code >> 2, 1, 1, TILE), mask=place < high_bytes)
 
 
+@CachedLaunches
 @triton.jit
 def _bwd_kernel(
     dy_ptr, codes_ptr, scale_ptr, levels_ptr, dx_ptr, count, width, bytes, high_bytes,

@@ -15,6 +15,7 @@ from triton.language.extra import libdevice
 
 from ...kernels.common import INTERPRETED, POINTWISE_LAUNCH, POINTWISE_TILE, cast, divide, on, traced
 from ...kernels.groups import join_bits, nvidia_generation
+from ...kernels.launch import CachedLaunches
 from ...reference.bits import packed_bytes
 from .reference import INVERTED
 
@@ -22,6 +23,7 @@ from .reference import INVERTED
 _DEGREES = {torch.bfloat16: 7, torch.float16: 8}
 
 
+@CachedLaunches
 @triton.jit
 def _bits_kernel(x_ptr, bits_ptr, count, bytes, LIMIT: tl.constexpr, TILE: tl.constexpr):
     start = tl.program_id(0).to(tl.int64)
@@ -103,6 +105,7 @@ def _fast_slope(y, left, FIT: tl.constexpr, LEFT: tl.constexpr, INNER: tl.conste
     return root * slope
 
 
+@CachedLaunches
 @triton.jit
 def _bwd_kernel(
     dy_ptr, y_ptr, bits_ptr, dx_ptr, count,

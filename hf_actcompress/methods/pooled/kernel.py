@@ -23,6 +23,7 @@ from ...kernels.grad_weight import (
     store_tile,
     tile_for,
 )
+from ...kernels.launch import CachedLaunches
 from .reference import pooled_pack
 
 
@@ -33,6 +34,7 @@ def _load_dy(dy_ptr, sequence, token, tokens, known, out, outputs, stride):
     return load_dy(dy_ptr, row, known & (token < tokens), out, outputs, stride).to(tl.float32)
 
 
+@CachedLaunches
 @triton.jit
 def _pooled_kernel(
     dy_ptr, x_ptr, out_ptr, groups, per_sequence, tokens, outputs, features, stride,

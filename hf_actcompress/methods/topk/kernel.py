@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ...kernels.common import POINTWISE_LAUNCH, POINTWISE_TILE, on, traced
 from ...kernels.groups import split_bits
+from ...kernels.launch import CachedLaunches
 from ...reference.not_finite import nothing
 from .reference import chunked_grad_weight, topk_pack
 
@@ -31,6 +32,7 @@ def _bits(mask_ptr, row, tile, row_bytes, TILE: tl.constexpr):
     return split_bits(packed, 1, 1, TILE)
 
 
+@CachedLaunches
 @triton.jit
 def _count_kernel(mask_ptr, count_ptr, row_bytes, tiles, TILE: tl.constexpr):
     """Counts the entries in each tile of a row."""
@@ -39,6 +41,7 @@ def _count_kernel(mask_ptr, count_ptr, row_bytes, tiles, TILE: tl.constexpr):
     tl.store(count_ptr + row * tiles + tile, tl.sum(tl.sum(bits, axis=1), axis=0))
 
 
+@CachedLaunches
 @triton.jit
 def _spread_kernel(
     values_ptr, mask_ptr, before_ptr, out_ptr, kept, features, row_bytes, tiles, TILE: tl.constexpr
@@ -56,6 +59,7 @@ def _spread_kernel(
     tl.store(out_ptr + row * features + col, value, mask=col < features)
 
 
+@CachedLaunches
 @triton.jit
 def _scatter_kernel(values_ptr, index_ptr, out_ptr, kept, features, tiles, TILE: tl.constexpr):
     row, tile = _row_and_tile(tiles)
