@@ -88,12 +88,15 @@ def packed_bytes(count: int, bits: int) -> int:
 
 def pack_mask(mask: Tensor) -> Tensor:
     """A bool tensor of any shape, 8 elements per byte."""
-    return pack_codes(mask.view(torch.uint8), 1)
+    # Inductor of torch 2.11 cannot read a bool tensor's memory as another dtype; a cast costs it nothing
+    traced = torch.compiler.is_compiling()
+    return pack_codes(mask.to(torch.uint8) if traced else mask.view(torch.uint8), 1)
 
 
 def unpack_mask(packed: Tensor, shape: torch.Size) -> Tensor:
     """The bool tensor of that shape that `pack_mask` packed."""
-    return unpack_codes(packed, 1, shape.numel()).view(torch.bool).view(shape)
+    bits = unpack_codes(packed, 1, shape.numel())
+    return (bits.to(torch.bool) if torch.compiler.is_compiling() else bits.view(torch.bool)).view(shape)
 
 
 def _fields(bits: int) -> list[tuple[int, int]]:
