@@ -13,7 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..reference.linear_cross_entropy import Losses, Pointwise, chunked_bwd, chunked_fwd, whole_fwd
+from ..reference.linear_cross_entropy import Losses, chunked_bwd, chunked_fwd, whole_fwd
+from ..reference.logits_chunks import Pointwise
 from .common import STRICT, as_rows, cast, exp, on, traced
 from .launch import CachedLaunches
 

@@ -31,7 +31,7 @@ from .common import (
     programs,
     row_tile,
     traced,
-)
+)  # fmt: skip
 from .launch import CachedLaunches
 from .layer_norm import norm_bwd, present
 
@@ -146,17 +146,12 @@ def _y_dtype(x: Tensor, weight: Tensor | None, formula: str) -> torch.dtype:
     return torch.promote_types(_normed_dtype(x, weight, formula), weight.dtype)
 
 
-def _fake_square(x: Tensor) -> Tensor:
-    return x.new_empty(x.shape, dtype=torch.float32)
-
-
-@traced(_fake_square)
+@traced(lambda x: x.new_empty(x.shape, dtype=torch.float32))
 def _rms_norm_square(x: Tensor) -> Tensor:
-    square = _fake_square(x)
+    square = x.new_empty(x.shape, dtype=torch.float32)
     if x.numel():
         with on(x):
-            grid = (triton.cdiv(x.numel(), POINTWISE_TILE),)
-            _square_kernel[grid](x, square, x.numel(), **POINTWISE_LAUNCH)
+            _square_kernel[(triton.cdiv(x.numel(), POINTWISE_TILE),)](x, square, x.numel(), **POINTWISE_LAUNCH)
     return square
 
 

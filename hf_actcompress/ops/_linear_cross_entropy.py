@@ -16,7 +16,8 @@ from torch import Tensor
 from ..dispatch import implementation
 from ..records import Record, applied, declare, is_dropped, is_lossless, load, parameter, record_of, save, stored_exact
 from ..reference.device_rules import on_cpu
-from ..reference.linear_cross_entropy import NO_TARGET, Pointwise
+from ..reference.linear_cross_entropy import NO_TARGET
+from ..reference.logits_chunks import Pointwise
 from ._cast import cast_record
 from .autocast import autocast_dtype
 from .deferred_values import is_cast

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from ..records import load
-from ..reference.linear_cross_entropy import Pointwise
 from ..reference.linear_rows import linear_rows
+from ..reference.logits_chunks import Pointwise
 from .deferred_values import LogitsSource
 from .gradient_parts import Read
 from .row_set import rows_at

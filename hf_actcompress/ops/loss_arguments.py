@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..reference.linear_cross_entropy import Pointwise
+from ..reference.logits_chunks import Pointwise
 from .deferred_logits import DeferredLogits
 
 # marks a row that does not count, in `reduced`. The caller's `ignore_index` may be 0, which is a class there

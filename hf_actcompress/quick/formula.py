@@ -15,7 +15,7 @@ from .optimizers import FOREACH
 # for each summand in turn, the number of its term and its coefficient
 Terms = Sequence[float]
 
-# as in reference/linear_cross_entropy.py: the elements of a chunk of logits, at least and at most, and the number of
+# as in reference/logits_chunks.py: the elements of a chunk of logits, at least and at most, and the number of
 # which its rows or columns are a multiple
 LEAST_CHUNK, MOST_CHUNK, ALIGNMENT = 1 << 22, 1 << 25, 16
 

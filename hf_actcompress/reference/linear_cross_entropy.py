@@ -5,55 +5,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from .device_rules import device_rules, on_cpu
+from .device_rules import on_cpu
+from .logits_chunks import Pointwise, applied, bounds_of, chunks, whole_chunks
 
-Pointwise = Sequence[Callable[[Tensor], Tensor]]
 Losses = tuple[Tensor, Tensor, Tensor]
 
-# elements of one chunk of logits: as many as the hidden states have, within these bounds (1 and 128 MiB in fp32). A sum
-# over chunks is read and written once per chunk. On a GPU that takes as long as the products of a small chunk, so its
-# chunks may be larger (512 MiB in 16 bits). They have 8 MiB at least: a chunk takes a dozen launches, and below that
-# size the host needs longer for them than the GPU. Sizes depend on shapes and not on free memory: a step gives the same
-# bits
-MIN_CHUNK, MAX_CHUNK, MIN_DEVICE_CHUNK, MAX_DEVICE_CHUNK = 1 << 18, 1 << 25, 1 << 22, 1 << 28
-# chunks are whole tiles of a matrix product
-ALIGNMENT = 16
 # the target's value for a row without a target
 NO_TARGET = -1
 # from so many rows on, a CPU's product sums in blocks
 FEW_ROWS = 16
-
-
-def bounds_of(h: Tensor) -> tuple[int, int]:
-    """The smallest and the largest number of elements of a chunk of the logits of h [K, D]."""
-    if on_cpu(h):
-        return MIN_CHUNK, MAX_CHUNK
-    return MIN_DEVICE_CHUNK, max(MAX_CHUNK, min(h.numel(), MAX_DEVICE_CHUNK))
-
-
-def _step(others: int, budget: int, bounds: tuple[int, int]) -> int:
-    least, most = bounds
-    return max(min(max(budget, least), most) // max(others, 1) // ALIGNMENT, 1) * ALIGNMENT
-
-
-def _chunks(total: int, others: int, budget: int, bounds: tuple[int, int] | None = None) -> Iterable[slice]:
-    """Slices of `total` rows or columns, each with about `budget` elements; `others` is the size of the other side."""
-    step = _step(others, budget, bounds or (MIN_CHUNK, MAX_CHUNK))
-    every = [slice(start, min(start + step, total)) for start in range(0, total, step)]
-    rules = device_rules()
-    return every if rules is None else rules.parts(every)
-
-
-def _applied(pointwise: Pointwise, x: Tensor) -> Tensor:
-    for function in pointwise:
-        x = function(x)
-    return x
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -105,18 +71,12 @@ def whole_fwd(
 ) -> Losses:
     """`cross_entropy_fwd` with a function of a chunk of logits: `_row_statistics` or a kernel."""
     parts: list[Losses] = []
-    for part in _whole_chunks(logits, target.numel()):
-        x = _applied(pointwise, logits[part] if rows is None else logits.index_select(0, rows[part])).to(dtype)
+    for part in whole_chunks(logits, target.numel()):
+        x = applied(pointwise, logits[part] if rows is None else logits.index_select(0, rows[part])).to(dtype)
         log_probabilities = torch.log_softmax(x, 1)
         losses = F.nll_loss(log_probabilities, target[part], ignore_index=NO_TARGET, reduction="none")
         parts.append((losses, *statistics(x, log_probabilities)))
     return _joined(parts, logits, dtype)
-
-
-def _whole_chunks(logits: Tensor, count: int) -> Iterable[slice]:
-    """Slices of `count` rows of logits [M, V] that exist as a whole."""
-    bounds = bounds_of(logits)[0], MAX_CHUNK
-    return _chunks(count, logits.size(1), logits.numel() // 32, bounds)
 
 
 def _row_statistics(x: Tensor, log_probabilities: Tensor) -> tuple[Tensor, Tensor]:
@@ -158,8 +118,8 @@ def chunked_fwd(
     picked = torch.zeros_like(maximum)
     # one number per row: fp64 costs almost nothing, and the roundings of many chunks do not add up
     total = torch.zeros_like(maximum, dtype=_sum_dtype(h))
-    for part in _chunks(weight.size(0), h.size(0), h.numel(), bounds_of(h)):
-        x = _applied(pointwise, _logits(h, weight, bias, part)[0])
+    for part in chunks(weight.size(0), h.size(0), h.numel(), bounds_of(h)):
+        x = applied(pointwise, _logits(h, weight, bias, part)[0])
         statistics(x, target, part.start, maximum, picked, total)
     log_sum = total.log_().to(wide)
     return (log_sum - (picked - maximum)).to(dtype), maximum, log_sum
@@ -211,12 +171,12 @@ def chunked_bwd(
     dweight = torch.empty_like(weight) if needs[1] else None
     dbias = torch.empty_like(bias) if needs[2] and bias is not None else None
     scale = dlosses.to(maximum.dtype)
-    for part in _chunks(weight.size(0), h.size(0), h.numel(), bounds_of(h)):
+    for part in chunks(weight.size(0), h.size(0), h.numel(), bounds_of(h)):
         x, weight_part = _logits(h, weight, bias, part)
         if pointwise:
             with torch.enable_grad():
                 x.requires_grad_()
-                y = _applied(pointwise, x)
+                y = applied(pointwise, x)
             dy = softmax_grad(y.detach(), target, part.start, maximum, log_sum, scale, False)
             dx = torch.autograd.grad(y, x, dy)[0]
             del y, dy
@@ -285,35 +245,3 @@ def _accumulate(total: Tensor, dx: Tensor, weight: Tensor) -> None:
         total.add_(_product(wide, weight.to(total.dtype)))
     else:
         total.addmm_(wide, weight.to(total.dtype))
-
-
-def whole_chunk_sizes(
-    logits: Tensor, rows: Tensor | None, target: Tensor, pointwise: Pointwise, dtype: torch.dtype
-) -> list[int]:
-    """Bytes that `whole_fwd` holds besides its results: a chunk of logits, if it is not a view, and what it becomes."""
-    first = next(iter(_whole_chunks(logits, target.numel())), slice(0, 0))
-    given = logits.new_empty((first.stop, logits.size(1)), device="meta")
-    y = _applied(pointwise, given)
-    x = y.to(dtype)
-    chunks = [*([given] if rows is not None else []), *(new for new, old in ((y, given), (x, y)) if new is not old)]
-    return [chunk.nbytes for chunk in (*chunks, x)]
-
-
-def chunk_sizes(
-    h: Tensor, weight: Tensor, pointwise: Pointwise, needs: tuple[bool, bool, bool] | None = None
-) -> list[int]:
-    """Bytes of the tensors that these passes hold besides their results: a chunk of logits and tensors made from it.
-
-    Args:
-        h: ``[K, D]``.
-        weight: ``[V, D]``.
-        pointwise: Functions that are applied to each chunk.
-        needs: Which gradients are computed; None for the forward.
-    """
-    columns = min(_step(h.size(0), h.numel(), bounds_of(h)), weight.size(0))
-    x = h.new_empty((h.size(0), columns), device="meta")
-    y = _applied(pointwise, x)
-    # gradients have the same sizes; if no function is applied, the gradient is written over the logits
-    logits = [x.nbytes] if y is x else [x.nbytes, y.nbytes] * (1 if needs is None else 2)
-    part = columns * h.size(1) * h.itemsize
-    return [*logits, *[part] * ((weight.dtype != h.dtype) + bool(needs and needs[1]))]

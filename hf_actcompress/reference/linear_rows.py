@@ -9,16 +9,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .linear import linear_bwd
-from .linear_cross_entropy import (
-    Pointwise,
-    _accumulate,
-    _applied,
-    _chunks,
-    _column_sums,
-    _product,
-    _sum_dtype,
-    bounds_of,
-)  # fmt: skip
+from .linear_cross_entropy import _accumulate, _column_sums, _product, _sum_dtype
+from .logits_chunks import Pointwise, applied, bounds_of, chunks
+
+# fmt: skip
 
 _Grads = tuple[Tensor | None, Tensor | None, Tensor | None]
 # from a slice of rows and a function that gives their logits [K, V]: the gradient [K, V] of these; None if it is zero
@@ -27,13 +21,13 @@ RowGradient = Callable[[slice, Callable[[], Tensor]], Tensor | None]
 
 def matrix_slices(rows: int, width: int) -> Iterable[slice]:
     """Slices of the rows of a matrix of that width; at least sixteen rows each if the matrix is large."""
-    return _chunks(rows, width, rows * width // 16)
+    return chunks(rows, width, rows * width // 16)
 
 
 def linear_rows(h: Tensor, weight: Tensor, bias: Tensor | None, pointwise: Pointwise) -> Tensor:
     """``pointwise(h W^T + b)`` [K, V] from h [K, D] and weight [V, D] of the same dtype."""
     with torch.autocast(h.device.type, enabled=False):
-        return _applied(pointwise, F.linear(h, weight, bias))
+        return applied(pointwise, F.linear(h, weight, bias))
 
 
 def linear_rows_bwd(
@@ -58,7 +52,7 @@ def linear_rows_bwd(
     """
     rows, width = h.size(0), weight.size(0)
     # the weight's gradient is a sum over chunks, which each chunk reads and writes once
-    parts = [slice(0, rows)] if whole else list(_chunks(rows, width, rows * width // 16, bounds_of(h)))
+    parts = [slice(0, rows)] if whole else list(chunks(rows, width, rows * width // 16, bounds_of(h)))
     if len(parts) == 1:
         dx = _product_gradient(gradient, parts[0], h, weight, bias, pointwise)
         dx = h.new_zeros((h.size(0), weight.size(0))) if dx is None else dx
@@ -89,6 +83,6 @@ def _product_gradient(
         return gradient(part, lambda: linear_rows(h, weight, bias, ()))
     x = linear_rows(h, weight, bias, ())
     with torch.enable_grad():
-        y = _applied(pointwise, x.requires_grad_())
+        y = applied(pointwise, x.requires_grad_())
     dy = gradient(part, y.detach)
     return torch.autograd.grad(y, x, dy)[0] if dy is not None else None

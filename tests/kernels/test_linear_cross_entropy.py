@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hf_actcompress.kernels import linear_cross_entropy as kernel
 from hf_actcompress.reference import linear_cross_entropy as reference
+from hf_actcompress.reference import logits_chunks
 from tests.kernels.harness import DEVICE, DTYPES, assert_law, present, run, samples, specified, wide
 from tests.oracle import assert_equal_bits
 
@@ -21,7 +22,7 @@ every_shape = pytest.mark.parametrize("shape", [(1, 1), (13, 7), (12, 200), (2, 
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     for bound in ("MIN_CHUNK", "MIN_DEVICE_CHUNK"):
-        monkeypatch.setattr(reference, bound, 12 * 64)
+        monkeypatch.setattr(logits_chunks, bound, 12 * 64)
 
 
 def assert_lawful(name: str, args: Any, oracle: Any, terms: list[Tensor | None]) -> None:

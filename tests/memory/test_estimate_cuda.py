@@ -20,7 +20,7 @@ from hf_actcompress.memory.estimation.fake_step.stand_ins import StepRules
 from hf_actcompress.memory.estimation.fake_step.workspaces import CUDA_WORKSPACES
 from hf_actcompress.private_apis import FakeTensorMode
 from hf_actcompress.reference.device_rules import device_rules, under_rules
-from hf_actcompress.reference.linear_cross_entropy import MIN_DEVICE_CHUNK
+from hf_actcompress.reference.logits_chunks import MIN_DEVICE_CHUNK
 
 aten = torch.ops.aten
 BATCH, LENGTH = 2, 512

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from hf_actcompress import CompressionConfig, ops, patch_model
 from hf_actcompress.memory.measurement.allocator import allocator_trace
 from hf_actcompress.records import live_entries
-from hf_actcompress.reference import linear_cross_entropy
+from hf_actcompress.reference import logits_chunks
 from tests.models.loss_head_models import batch, error, gemma2, gpt2, llama, pair
 from tests.models.rl_losses import LOSSES, Loss, total
 from tests.oracle import EXACT, assert_within_law
@@ -26,8 +26,8 @@ LARGE = 32_003
 def many_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small chunks of the loss head, so that tiny shapes take several."""
     for bound in ("MIN_CHUNK", "MIN_DEVICE_CHUNK"):
-        monkeypatch.setattr(linear_cross_entropy, bound, 1)
-    monkeypatch.setattr(linear_cross_entropy, "MAX_CHUNK", 1 << 12)
+        monkeypatch.setattr(logits_chunks, bound, 1)
+    monkeypatch.setattr(logits_chunks, "MAX_CHUNK", 1 << 12)
 
 
 def run(model: nn.Module, ids: Tensor, loss: Loss) -> tuple[list[Tensor], dict[str, Tensor]]:

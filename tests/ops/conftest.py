@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from hf_actcompress.reference import linear_cross_entropy
+from hf_actcompress.reference import logits_chunks
 from hf_actcompress.reference.device_rules import under_rules
 from tests.on_device import OnDevice
 
@@ -15,9 +15,9 @@ from tests.on_device import OnDevice
 def many_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small chunks of the loss head, so that tiny shapes take several."""
     for bound in ("MIN_CHUNK", "MIN_DEVICE_CHUNK"):
-        monkeypatch.setattr(linear_cross_entropy, bound, 1)
-    monkeypatch.setattr(linear_cross_entropy, "MAX_CHUNK", 1 << 12)
-    monkeypatch.setattr(linear_cross_entropy, "MAX_DEVICE_CHUNK", 1 << 12)
+        monkeypatch.setattr(logits_chunks, bound, 1)
+    monkeypatch.setattr(logits_chunks, "MAX_CHUNK", 1 << 12)
+    monkeypatch.setattr(logits_chunks, "MAX_DEVICE_CHUNK", 1 << 12)
 
 
 @pytest.fixture(params=("rows with a target", "all rows"))

@@ -19,7 +19,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 from ....kernels import KERNELS, TIMED
 from ....models.probe import REFUSALS
 from ....private_apis import FakeTensor, without_dispatch_modes
-from ....reference.linear_cross_entropy import chunk_sizes, whole_chunk_sizes
+from ....reference.logits_chunks import chunk_sizes, whole_chunk_sizes
 from ....reference.table import FUNCTIONS
 from .fake_allocator import FakeAllocator
 from .on_meta import NoKind, Results, aliases, is_plain_meta, kind_of
