@@ -76,6 +76,8 @@ def whole_fwd(
         log_probabilities = torch.log_softmax(x, 1)
         losses = F.nll_loss(log_probabilities, target[part], ignore_index=NO_TARGET, reduction="none")
         parts.append((losses, *statistics(x, log_probabilities)))
+        # otherwise they are in memory while the next chunk is made
+        del x, log_probabilities
     return _joined(parts, logits, dtype)
 
 
@@ -121,6 +123,7 @@ def chunked_fwd(
     for part in chunks(weight.size(0), h.size(0), h.numel(), bounds_of(h)):
         x = applied(pointwise, _logits(h, weight, bias, part)[0])
         statistics(x, target, part.start, maximum, picked, total)
+        del x
     log_sum = total.log_().to(wide)
     return (log_sum - (picked - maximum)).to(dtype), maximum, log_sum
 
@@ -191,6 +194,7 @@ def chunked_bwd(
             dh = _product(dx, weight_part)  # the whole vocabulary in one chunk, as in stock
         elif dh is not None:
             _accumulate(dh, dx, weight_part)
+        del dx, weight_part
     return dh, dweight, dbias
 
 
