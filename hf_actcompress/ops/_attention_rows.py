@@ -63,6 +63,7 @@ class AttentionRowsFunction(torch.autograd.Function):
             for total in sums:
                 if total is not None and (grad := next(grads)) is not None:
                     total.add_(grad)
+            del found, grads  # before the next ones are made
         dk, dv, *dweights = (None if s is None else s.to(x.dtype) for s, x in zip(sums, shared, strict=True))
         return None, None, None, dq, dk, dv, None, None, *dweights
 

@@ -61,6 +61,7 @@ class LogitsGradient(Tensor):
             if found is not None and self.part.add_to(dy, first, Chunk(read)):
                 own, ours = found
                 add_at(out, own if self.at is None else self.at[own], rows_at(dy, shifted(ours, first)))
+            del dy  # before the next one is made
         return out.view(self.shape)
 
     @classmethod

@@ -152,6 +152,7 @@ class ReduceFunction(torch.autograd.Function):
         for part in matrix_slices(ctx.place.count, x.size(-1)):
             y = Chunk(read).value(x.pointwise, rows.part(part))
             made.append(step(y) if flat is None else step(y, flat[part]))
+            del y  # before the next ones are made
         return no_view(torch.cat(made).view(x.shape[:-1] if index is None else index.shape))
 
     @staticmethod
