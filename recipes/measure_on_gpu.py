@@ -16,7 +16,7 @@ import json
 import shlex
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from common.files import replace_text
@@ -54,13 +54,18 @@ def _kernel_tests() -> Job:
     return Job("kernel-tests", (*pytest, *tests), 100, shared=False, rehearsed=(*pytest, *sample))
 
 
-def _device_tests() -> Job:
-    """The tests that are skipped without a GPU. Only their files are collected, because collecting all takes longer."""
+def _device_tests() -> Iterator[Job]:
+    """The tests that are skipped without a GPU. Only their files are collected, because collecting all takes longer.
+
+    Those of compiled models are a job of their own, because each of them compiles for half a minute.
+    """
     tests = ROOT / "tests"
     files = sorted(str(p.relative_to(ROOT)) for p in tests.rglob("test_*.py") if "mark.gpu" in p.read_text())
-    options = ("-v", "-m", "gpu", "-p", "no:cacheprovider", *_processes(6))
-    # pytest ends with status 5 if all tests are deselected, but not if all are skipped
-    return Job("device-tests", ("-m", "pytest", *options, *files), 110, shared=False)
+    options = ("-m", "pytest", "-v", "-m", "gpu", "-p", "no:cacheprovider")
+    for name, compiled, processes, seconds in (("device-tests", False, 6, 60), ("compile-tests", True, 12, 150)):
+        chosen = (file for file in files if ("compile" in file) == compiled)
+        # pytest ends with status 5 if all tests are deselected, but not if all are skipped
+        yield Job(name, (*options, *_processes(processes), *chosen), seconds, shared=False)
 
 
 def _speed(name: str, modes: Sequence[str], seconds: int) -> Job:
@@ -76,7 +81,7 @@ def _largest(name: str, cap: str, seconds: int, *options: str) -> Job:
 
 JOBS = (
     _kernel_tests(),
-    _device_tests(),
+    *_device_tests(),
     Job("families", ("recipes/compare_families.py",), 90),
     *(_speed(name, _MODES, 45) for name in _SETTINGS if name != "long"),
     _speed("llama-1b", _COMPILED, 120),
