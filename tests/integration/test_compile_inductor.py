@@ -15,12 +15,14 @@ import torch
 from torch import nn
 from torch._inductor import config as inductor
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from hf_actcompress import kept_bytes, measure_step, patch_model
 from hf_actcompress.compilation.install import Partitioner
 from tests.families import BY_NAME, relative_error, step
 from tests.integration.compile_worker import Block
 from tests.integration.compiling import Gated, build, one_graph
+from tests.slopes import VOCAB, bert
 
 pytestmark = pytest.mark.daily(6)
 
@@ -157,3 +159,19 @@ def test_gradients_are_as_close_to_fp64_as_compiled_stocks(name: str) -> None:
         squares.append(square)
     stock, patched = squares
     assert 0 < patched <= 1.1**2 * stock
+
+
+def test_masks_of_attention_that_is_written_out() -> None:
+    """They are kept in bits. Torch 2.11's Inductor, which took this attention on a GPU, cannot read them as bytes."""
+    model = bert(1, 256).to(torch.bfloat16).eval()
+    ids = torch.randint(3, VOCAB, (2, 256))
+    batch = {
+        "input_ids": ids,
+        "labels": ids,
+        "attention_mask": (torch.arange(256) < torch.tensor([[256], [200]])).long(),
+    }
+    with sdpa_kernel(SDPBackend.MATH):
+        _, expected = step(model, batch)
+        _, grads = step(one_graph(patch_model(model), "inductor"), batch)
+    found = {name.removeprefix("_orig_mod."): grad for name, grad in grads.items()}
+    assert relative_error(found, {name: grad.double() for name, grad in expected.items()}) < 0.05
