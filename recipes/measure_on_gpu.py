@@ -3,11 +3,11 @@
     python recipes/measure_on_gpu.py --out results/gpu --wheels wheels/
     python recipes/measure_on_gpu.py --rehearse --out /tmp/rehearsal        # the same jobs on a CPU, at tiny sizes
 
-The package need not be installed: the checkout that has this file is measured. Each job has a time limit and writes its
-results as it goes: after each mode, round, kernel or model type. One archive (OUT.tar.gz, or --archive) has all
-results. It is made again while the jobs run, so that a session that is killed leaves what it has measured. session.json
-and the console name each job that fails or is stopped, and the others still run. --jobs runs only some jobs, --minutes
-limits the whole session.
+The package need not be installed: the checkout that has this file is measured. Tests and comparisons, which measure no
+time, run side by side at first; all others run alone. Each job has a time limit and writes its results as it goes:
+after each mode, round, kernel or model type. One archive (OUT.tar.gz, or --archive) has all results. It is made again
+while the jobs run, so that a session that is killed leaves what it has measured. session.json and the console name each
+job that fails or is stopped, and the others still run. --jobs runs only some jobs, --minutes limits the whole session.
 """
 
 import argparse
@@ -17,6 +17,7 @@ import shlex
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 from common.files import replace_text
@@ -51,7 +52,7 @@ def _kernel_tests() -> Job:
     pytest = ("-m", "pytest", "-v", "-p", "no:cacheprovider")
     tests = ("tests/kernels", "--ignore", "tests/kernels/test_aot.py", *_processes(12))
     sample = ("tests/kernels/test_rope.py", "tests/kernels/test_models.py", *_processes(2))
-    return Job("kernel-tests", (*pytest, *tests), 100, shared=False, rehearsed=(*pytest, *sample))
+    return Job("kernel-tests", (*pytest, *tests), 100, shared=False, rehearsed=(*pytest, *sample), timed=False)
 
 
 def _device_tests() -> Iterator[Job]:
@@ -65,7 +66,7 @@ def _device_tests() -> Iterator[Job]:
     for name, compiled, processes, seconds in (("device-tests", False, 6, 60), ("compile-tests", True, 12, 150)):
         chosen = (file for file in files if ("compile" in file) == compiled)
         # pytest ends with status 5 if all tests are deselected, but not if all are skipped
-        yield Job(name, (*options, *_processes(processes), *chosen), seconds, shared=False)
+        yield Job(name, (*options, *_processes(processes), *chosen), seconds, shared=False, timed=False)
 
 
 def _speed(name: str, modes: Sequence[str], seconds: int) -> Job:
@@ -82,7 +83,7 @@ def _largest(name: str, cap: str, seconds: int, *options: str) -> Job:
 JOBS = (
     _kernel_tests(),
     *_device_tests(),
-    Job("families", ("recipes/compare_families.py",), 90),
+    Job("families", ("recipes/compare_families.py",), 90, timed=False),
     *(_speed(name, _MODES, 45) for name in _SETTINGS if name != "long"),
     _speed("llama-1b", _COMPILED, 120),
     _largest("gpt2", "24GiB", 45, "--models", "gpt2-small", "--seq-len", "1024"),
@@ -114,6 +115,20 @@ def command(job: Job, args: argparse.Namespace) -> list[str]:
     return [*job.command, *where, "--out", str(args.out / job.name)]
 
 
+def groups(args: argparse.Namespace) -> list[list[Job]]:
+    """The jobs in their order. Those that measure no time run side by side at first; in a rehearsal one by one."""
+    chosen = [job for job in JOBS if job.name in args.jobs]
+    checks = [job for job in chosen if not job.timed and not args.rehearse]
+    return [*([checks] if checks else []), *([job] for job in chosen if job not in checks)]
+
+
+def _run(job: Job, args: argparse.Namespace, archive: Archive, end: float) -> Ended:
+    wanted, limit = command(job, args), min(args.scale * job.seconds, end - time.monotonic())
+    if limit < MINIMUM:
+        return Ended(job.name, shlex.join(["python", *wanted]), 0.0, 0.0, None, "not started: time was up")
+    return run(job, wanted, args.out / f"{job.name}.log", limit, args.site, archive)
+
+
 def run_jobs(args: argparse.Namespace, archive: Archive) -> list[Ended]:
     """The jobs in their order, until time is up."""
     about = about_this_run(shlex.join(["python", "recipes/measure_on_gpu.py", *args.argv]), args.site)
@@ -121,18 +136,14 @@ def run_jobs(args: argparse.Namespace, archive: Archive) -> list[Ended]:
     print(f"{about['device']}; missing: {', '.join(missing) or 'nothing'}", flush=True)
     end = time.monotonic() + 60 * args.minutes
     done: list[Ended] = []
-    for job in JOBS:
-        if job.name not in args.jobs:
-            continue
-        wanted, limit = command(job, args), min(args.scale * job.seconds, end - time.monotonic())
-        if limit < MINIMUM:
-            ended = Ended(job.name, shlex.join(["python", *wanted]), 0.0, 0.0, None, "not started: time was up")
-        else:
-            ended = run(job, wanted, args.out / f"{job.name}.log", limit, args.site, archive)
-        print(f"{job.name}: {ended.ending}, {ended.took} s", flush=True)
-        done.append(ended)
-        record = {**about, "missing": missing, "jobs": [ended.record() for ended in done]}
-        replace_text(args.out / "session.json", json.dumps(record, indent=2) + "\n")
+    for group in groups(args):
+        with ThreadPoolExecutor(len(group)) as pool:
+            for future in as_completed([pool.submit(_run, job, args, archive, end) for job in group]):
+                ended = future.result()
+                print(f"{ended.name}: {ended.ending}, {ended.took} s", flush=True)
+                done.append(ended)
+                record = {**about, "missing": missing, "jobs": [ended.record() for ended in done]}
+                replace_text(args.out / "session.json", json.dumps(record, indent=2) + "\n")
         archive.refresh(now=True)
     return done
 

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import tarfile
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -30,6 +31,7 @@ class Job:
         seconds: The time limit, after which it is stopped.
         shared: Whether it takes the options that all jobs share (device, sizes, folder).
         rehearsed: The command to run instead where there is no GPU, if it differs.
+        timed: Whether it measures time, so that nothing may run beside it.
     """
 
     name: str
@@ -37,6 +39,7 @@ class Job:
     seconds: int
     shared: bool = True
     rehearsed: tuple[str, ...] = ()
+    timed: bool = True
 
 
 @dataclass(frozen=True)
@@ -65,9 +68,14 @@ class Archive:
         self.folder, self.path = folder, path
         self._seen: dict[Path, int] = {}
         self._made = 0.0
+        self._lock = threading.Lock()
 
     def refresh(self, now: bool = False) -> None:
         """Make the archive again if a file has changed since, and the last archive is old enough."""
+        with self._lock:
+            self._refresh(now)
+
+    def _refresh(self, now: bool) -> None:
         if not now and time.monotonic() - self._made < SECONDS_BETWEEN_ARCHIVES:
             return
         self._made = time.monotonic()

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tarfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,26 @@ def test_peers_come_from_a_folder_of_wheels(session: Any, tmp_path: Path) -> Non
         session.unpack_wheels(tmp_path, tmp_path / "site")
     path = session.environment(tmp_path / "site")["PYTHONPATH"].split(os.pathsep)
     assert path[:2] == [str(ROOT), str(tmp_path / "site")]
+
+
+def test_jobs_that_measure_no_time_run_side_by_side(
+    command: Any, session: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of the two waits for the other's file; the one that measures time comes after both."""
+    wait = "import pathlib, sys, time\nmine, other = map(pathlib.Path, sys.argv[1:])\nmine.touch()\n"
+    wait += "while not other.exists(): time.sleep(0.05)"
+    a, b, after = (str(tmp_path / name) for name in ("a", "b", "after"))
+    checks = [session.Job(x, ("-c", wait, x, y), 60, shared=False, timed=False) for x, y in ((a, b), (b, a))]
+    timed = session.Job("timed", ("-c", wait, after, a), 60, shared=False)
+    jobs = tuple(replace(job, name=Path(job.name).name) for job in (timed, *checks))
+    monkeypatch.setattr(command, "JOBS", jobs)
+    monkeypatch.setattr(command, "NAMES", [job.name for job in jobs])
+    out = tmp_path / "out"
+    assert command.main(["--out", str(out), "--jobs", "a", "b", "timed"]) == 0
+    ended = [job["name"] for job in json.loads((out / "session.json").read_text())["jobs"]]
+    assert sorted(ended[:2]) == ["a", "b"] and ended[2] == "timed"
+    args = command.parse_args(["--out", str(out), "--jobs", "a", "b", "timed", "--rehearse"])
+    assert [[job.name for job in group] for group in command.groups(args)] == [["timed"], ["a"], ["b"]]
 
 
 def test_what_time_has_run_out_for_is_named(command: Any, tmp_path: Path) -> None:
