@@ -45,13 +45,14 @@ class Region:
         # the results of the first run, in order, and their versions, which a write in place would change
         self._made: list[tuple[_Results, list[int]]] = []
         self._sizes: list[int] = []
-        self._kept: Any = None
+        self._kept: Tensor | None = None
         self._again: list[_Results] = []
         self.is_first = True
 
     def __call__(self, *args: Any) -> Any:
         if self._kept is not None:
-            tensors = iter(self._kept.saved_tensors)
+            node: Any = self._kept.grad_fn
+            tensors = iter(node.saved_tensors)
             self._again = [tuple(next(tensors) for _ in range(size)) for size in self._sizes]
             self._kept = None
         token = _region.set(self)
@@ -68,8 +69,8 @@ class Region:
             self._sizes = [len(results) for results, _ in made]
             tensors = [x for results, _ in made for x in results]
             anchor = torch.empty(0, device=tensors[0].device, requires_grad=True)
-            node = applied(KeptResultsFunction, anchor, *tensors)
-            self._kept = node.grad_fn
+            # torch 2.11 frees what a node has saved with the last tensor that the node returned
+            self._kept = applied(KeptResultsFunction, anchor, *tensors)
 
     def result(self, compute: Callable[[], _Results]) -> _Results:
         if self._again:
