@@ -26,6 +26,7 @@ SUBSET = (
     "models/test_probes.py",
     "models/test_rope.py",
     "memory/test_compiled.py",
+    "memory/test_plan*.py",
     "modules",
     "ops/test_contract.py",
     "records",

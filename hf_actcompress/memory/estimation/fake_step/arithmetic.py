@@ -83,16 +83,27 @@ def _grouped(a: Tensor, b: Tensor, *_: Any, **__: Any) -> int:
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> int:
-    return int(sdpa_flop_count(q.shape, k.shape, v.shape))  # type: ignore[no-untyped-call]
+    return int(sdpa_flop_count(q.shape, *_with_heads_of(q, k, v)))  # type: ignore[no-untyped-call]
 
 
 def _attention_backward(dy: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> int:
-    return int(sdpa_backward_flop_count(dy.shape, q.shape, k.shape, v.shape))  # type: ignore[no-untyped-call]
+    return int(sdpa_backward_flop_count(dy.shape, q.shape, *_with_heads_of(q, k, v)))  # type: ignore[no-untyped-call]
 
 
-# ops that torch has no formula for
+def _with_heads_of(q: Tensor, *shared: Tensor) -> list[torch.Size]:
+    """The shapes of keys and values as if each head of q had its own: torch 2.11's formula takes no others."""
+    return [torch.Size((*q.shape[:2], *x.shape[2:])) for x in shared]
+
+
+# ops that torch has no formula for, or one that in torch 2.11 takes no heads of keys that queries share
 _FORMULAS: dict[Any, Callable[..., int]] = {
     aten._grouped_mm: _grouped,
     aten._scaled_dot_product_flash_attention_for_cpu: _attention,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+    aten._scaled_dot_product_flash_attention: _attention,
+    aten._scaled_dot_product_flash_attention_backward: _attention_backward,
+    aten._scaled_dot_product_efficient_attention: _attention,
+    aten._scaled_dot_product_efficient_attention_backward: _attention_backward,
+    aten._scaled_dot_product_cudnn_attention: _attention,
+    aten._scaled_dot_product_cudnn_attention_backward: _attention_backward,
 }
