@@ -103,6 +103,8 @@ PRIVATE_APIS: tuple[PrivateAPI, ...] = (
       for kernel in ("flash", "efficient") for way in ("forward", "backward")),
     PrivateAPI("torch.ops.aten._scaled_dot_product_flash_attention", _T, "CUDA's kernel, by itself"),
     PrivateAPI("torch.ops.aten._scaled_dot_product_flash_attention_backward", _T, "its backward"),
+    PrivateAPI("torch.ops.aten._scaled_dot_product_cudnn_attention", _T, "cudnn's, whose operations are counted"),
+    PrivateAPI("torch.ops.aten._scaled_dot_product_cudnn_attention_backward", _T, "its backward"),
     PrivateAPI("torch.ops.aten._scaled_dot_product_efficient_attention", _T, "another one of CUDA"),
     PrivateAPI("torch.ops.aten._scaled_dot_product_efficient_attention_backward", _T, "its backward"),
     PrivateAPI("torch.ops.aten._fused_sdp_choice", _T, "estimates: the question above, seen as an op"),

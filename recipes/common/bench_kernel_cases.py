@@ -207,6 +207,7 @@ CASES = (
     Case("topk_unpack", "bit mask", sample=of(True)),
     Case("topk_unpack", "index", sample=of(False)),
     Case("topk_grad_weight", "bit mask", sample=of(True), bandwidth=False),
+    Case("cross_entropy_fwd", "16-bit logits", sample=lambda args: args[1] is None, bandwidth=False),
     Case("linear_cross_entropy_fwd", make=head, bandwidth=False),
     Case("linear_cross_entropy_bwd", "with forward", make=head, run=forward_and_backward, bandwidth=False),
     *_weight_gradients(),

@@ -138,20 +138,20 @@ def test_gradient_checkpointing_is_offered_where_it_alone_is_enough(model):
 
     several, options = Estimates(model), {"optimizer": "adamw"}
     alone, both = (several.device_bytes(8, 128, config, True) for config in (None, "exact"))
-    assert both < alone < several.device_bytes(8, 128, "int8")
+    assert both < alone < several.device_bytes(8, 128, "exact")
 
     def offered(room, *shown):
         found = remedies(several, room, 8, 128, options, ("stock", *shown))
         return [(remedy.strategy, remedy.nbytes, remedy.fits) for remedy in itertools.islice(found, 2)]
 
     pair = [("checkpointing", alone, True), ("exact + checkpointing", both, True)]
-    assert offered(alone, "int8") == pair
-    assert offered(alone - 1, "int8")[0] == pair[1] and pair[0] not in offered(alone - 1)
+    assert offered(alone, "exact") == pair
+    assert offered(alone - 1, "exact")[0] == pair[1] and pair[0] not in offered(alone - 1)
     # a row of the table is not offered again, and nothing is that is too large
     assert offered(alone, "checkpointing")[0] == pair[1]
     for others in (offered(both - 1), offered(alone, *(strategy.name for strategy in DEFAULT))):
         assert not set(pair) & set(others)
-    first = next(remedies(several, alone, 8, 128, options, ("stock", "int8")))
+    first = next(remedies(several, alone, 8, 128, options, ("stock", "exact")))
     asked = model, 8, 128, options, alone, "this card", False, (), (), False, False
     lines = list(explanation(EstimateTable(*asked, instead=[first])))
     assert lines[-1] == f"  gradient checkpointing alone, checkpointing: {readable_size(alone)}, would fit"

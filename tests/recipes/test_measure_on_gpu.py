@@ -67,13 +67,14 @@ def test_a_job_that_is_cut_off_leaves_its_files_and_no_process(
     session: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(session, "SECONDS_BETWEEN_ARCHIVES", 0.2)
+    monkeypatch.setattr(session, "SECONDS_TO_END", 0.5)
     out = tmp_path / "out"
     out.mkdir()
     archive = session.Archive(out, tmp_path / "out.tar.gz")
     counted = 0
     for limit in (2.0, 10.0, 40.0):
         # a busy machine may take seconds to start a process
-        code = ["-c", COUNTING.format(out, limit + 1)]
+        code = ["-c", COUNTING.format(out, limit + 2)]
         ended = session.run(session.Job("counting", (), 1), code, out / "counting.log", limit, None, archive)
         assert not ended.ok and ended.ending == "cut off" and ended.status is None
         # nobody has asked for a last archive yet; a file that is just being written is empty
@@ -81,7 +82,7 @@ def test_a_job_that_is_cut_off_leaves_its_files_and_no_process(
         if counted:
             break
     assert counted
-    time.sleep(2.0)
+    time.sleep(3.0)
     assert not (out / "late").exists(), "what the job started goes on after it"
 
 
