@@ -84,7 +84,7 @@ TORCH_HAS: dict[str, frozenset[str | None]] = {
     "activation_bwd": _TORCH_ACTIVATIONS,
     "activation_fwd": _TORCH_ACTIVATIONS | _COMPOSED,
     "activation_value": _TORCH_ACTIVATIONS,
-    # on an H200 a call of torch's took 18 us at 2,048 x 768, and ours, with its sums over programs, 97 us
+    # ours takes five launches more, for sums over its programs and casts
     "layer_norm_bwd": frozenset({None}),
     # torch launches two kernels here: the product's kernel reads what the activation's has written
     "gated_product_fwd": (_TORCH_ACTIVATIONS | _COMPOSED) - {"gelu", "gelu_tanh", "silu"},

@@ -38,7 +38,7 @@ class Tile(NamedTuple):
 # bytes of an element -> tile. In fp32 without tf32 every product is one instruction with operands in registers
 TILES = {2: Tile(128, 128, 64, 8, 3), 4: Tile(64, 64, 16, 8, 2)}
 # the fewest tokens that a product of tiles takes
-FEWEST_TOKENS = 16
+_FEWEST_TOKENS = 16
 # rows of tiles whose programs run at the same time, so that they read the same data from the cache
 _BAND = tl.constexpr(8)
 # the fewest tokens for one program; without a GPU it is so few that small tensors take every path
@@ -60,7 +60,7 @@ def tile_for(dy: Tensor, width: int, short: bool = False) -> Tile:
     `short` saves registers: it halves a step's tokens, or the features where a product of tiles takes no fewer tokens.
     """
     tile = TILES[dy.element_size()]
-    if short and tile.tokens > FEWEST_TOKENS:
+    if short and tile.tokens > _FEWEST_TOKENS:
         tile = tile._replace(tokens=tile.tokens // 2)
     elif short:
         tile = tile._replace(features=tile.features // 2)

@@ -33,10 +33,7 @@ def _sum_dtype(x: Tensor) -> torch.dtype:
 
 
 def _column_sums(dx: Tensor) -> Tensor:
-    """The sums of dx's columns, in a dtype in which the roundings of many chunks do not add up.
-
-    On a CPU it is fp64. On a device it is fp32, as in stock: for fp64 torch would copy all of dx first.
-    """
+    """The sums of dx's columns: in fp64 on a CPU; in fp32, as in stock, on a device, where for fp64 torch copies dx."""
     return dx.sum(0, dtype=_sum_dtype(dx) if on_cpu(dx) else torch.promote_types(dx.dtype, torch.float32))
 
 

@@ -42,6 +42,7 @@ def chunks(total: int, others: int, budget: int, bounds: tuple[int, int] | None 
 
 
 def applied(pointwise: Pointwise, x: Tensor) -> Tensor:
+    """The functions' result for a chunk of logits, one after the other."""
     for function in pointwise:
         x = function(x)
     return x
@@ -61,8 +62,10 @@ def whole_chunk_sizes(
     given = logits.new_empty((first.stop, logits.size(1)), device="meta")
     y = applied(pointwise, given)
     x = y.to(dtype)
-    made = [*([given] if rows is not None else []), *(new for new, old in ((y, given), (x, y)) if new is not old)]
-    return [chunk.nbytes for chunk in (*made, x)]
+    held = [given] if rows is not None else []
+    held += [new for new, old in ((y, given), (x, y)) if new is not old]
+    # the log-probabilities are as large as x
+    return [chunk.nbytes for chunk in (*held, x)]
 
 
 def chunk_sizes(

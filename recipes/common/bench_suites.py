@@ -214,9 +214,9 @@ class _EqualBatch:
         graphs, breaks = counted(step)  # warm-up, compilation, gradients
         if mode.compiled:
             result.graphs, result.breaks = graphs, breaks
-        if mode.compiled and args.device == "cpu":
             # on a GPU it is the same number, and the time of a session there is short
-            result.new_graphs = new_graphs(lambda batch: make_step(forward, batch, args)(), self.batch)
+            if args.device == "cpu":
+                result.new_graphs = new_graphs(lambda batch: make_step(forward, batch, args)(), self.batch)
         result.peak_mib = measure_step(step, args.device).peak_bytes / MIB
         result.total_mib = total_mib(args.device)
         return step

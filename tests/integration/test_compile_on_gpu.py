@@ -29,17 +29,17 @@ def _on_gpu(model: Any, batch: Batch) -> tuple[Any, Batch]:
     return model.cuda(), {name: x.cuda() for name, x in batch.items()}
 
 
-def _kept(name: str, preset: str | None, layers: int) -> int:
+def _kept(name: str, preset: str, layers: int) -> int:
     torch._dynamo.reset()
     model = BUILDERS[name](layers, HIDDEN).to("cuda", torch.bfloat16).train()
     model.loss_type = "ForCausalLM" if name == "gpt2" else None
     ids = torch.randint(3, VOCAB, (BATCH, LENGTH), device="cuda")
-    compiled = torch.compile(model if preset is None else patch_model(model, preset), fullgraph=True)
+    compiled = torch.compile(patch_model(model, preset), fullgraph=True)
     compiled(input_ids=ids, labels=ids)
     return kept_bytes(lambda: compiled(input_ids=ids, labels=ids), "cuda")
 
 
-def _kept_h(name: str, preset: str | None) -> float:
+def _kept_h(name: str, preset: str) -> float:
     """Per token and layer, in units of h: of three layers and two."""
     few, more = (_kept(name, preset, layers) for layers in (2, 3))
     return (more - few) / (BATCH * LENGTH * HIDDEN)
@@ -59,22 +59,19 @@ def test_offloaded_tensors_leave_the_device() -> None:
 @pytest.mark.parametrize("vocabulary", [40_000, 40_003])
 def test_gradients(family: Family, vocabulary: int) -> None:
     """The logits are large enough to be taken in pieces. The gradients are as close to fp64 as compiled stock's."""
-    truth, _ = _gradients(build(family, torch.float64, vocab_size=vocabulary), family, None)
+    truth = _gradients(build(family, torch.float64, vocab_size=vocabulary), family)
     errors = []
     for preset in (None, "exact"):
-        grads, _ = _gradients(build(family, torch.float32, vocab_size=vocabulary), family, preset, compiled=True)
-        errors.append(relative_error(grads, truth))
+        model = build(family, torch.float32, vocab_size=vocabulary)
+        compiled = torch.compile(model if preset is None else patch_model(model, preset), fullgraph=True)
+        torch._dynamo.reset()
+        errors.append(relative_error(_gradients(compiled, family), truth))
     assert errors[1] <= 1.1 * errors[0] + 1e-7
 
 
-def _gradients(
-    model: Any, family: Family, preset: str | None, compiled: bool = False
-) -> tuple[Gradients, torch.Tensor]:
-    torch._dynamo.reset()
-    model, batch = _on_gpu(model, family.make_batch("right"))
-    run = model if preset is None else patch_model(model, preset)
-    loss, grads = step(torch.compile(run, fullgraph=True) if compiled else run, batch)
-    return {name.removeprefix("_orig_mod."): grad for name, grad in grads.items()}, loss
+def _gradients(model: Any, family: Family) -> Gradients:
+    _, grads = step(*_on_gpu(model, family.make_batch("right")))
+    return {name.removeprefix("_orig_mod."): grad for name, grad in grads.items()}
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,8 @@ def test_ends_of_the_branches(kind: str, dtype: torch.dtype) -> None:
     assert bool(ours[-2:].isnan().all())
     # where two pieces of a fit meet, either may be used: the error of each is at most 2e-5
     eps = torch.finfo(dtype).eps
-    # at the minimum the slope grows with the square root of y's distance: torch divides by it with a rounding on a GPU
+    # near the minimum f' grows with the square root of y's distance from it, and torch's division on a GPU, which
+    # multiplies with a rounded reciprocal, finds a distance of one rounding at the minimum itself
     if dtype == torch.float32:
         assert stock[9].abs() <= max(4e-5, abs(INVERTED[kind].y_min) * (2 * eps) ** 0.5)
         assert ours[9].abs() <= 4e-5

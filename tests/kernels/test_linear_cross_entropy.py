@@ -34,12 +34,14 @@ def assert_lawful(name: str, args: Any, oracle: Any, terms: list[Tensor | None])
 def fwd_terms(
     h: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, pointwise: Any, dtype: torch.dtype
 ) -> list[Tensor | None]:
-    """The effect of one rounding of each x - max and of each exp on the logarithm of the sum."""
-    x = torch.nn.functional.linear(h, weight, bias)
-    for function in pointwise:
-        x = function(x)
-    terms = (x.softmax(1) * (1 + x.amax(1, keepdim=True) - x)).sum(1)
+    terms = sum_terms(torch.nn.functional.linear(h, weight, bias), pointwise)
     return [terms, None, terms]
+
+
+def sum_terms(x: Tensor, pointwise: Any) -> Tensor:
+    """The effect of one rounding of each x - max and of each exp on the logarithm of the sum."""
+    x = logits_chunks.applied(pointwise, x)
+    return (x.softmax(1) * (1 + x.amax(1, keepdim=True) - x)).sum(1)
 
 
 @every_dtype
@@ -56,10 +58,7 @@ def test_from_whole_logits(dtype: torch.dtype, shape: tuple[int, int]) -> None:
     """The losses are the reference's bits."""
     for args in samples("cross_entropy_fwd", dtype, *shape):
         logits, rows, target, pointwise, _ = args
-        x = (logits if rows is None else logits[rows]).double()
-        for function in pointwise:
-            x = function(x)
-        terms = (x.softmax(1) * (1 + x.amax(1, keepdim=True) - x)).sum(1)
+        terms = sum_terms((logits if rows is None else logits[rows]).double(), pointwise)
         oracle = (*wide((logits, rows, target, pointwise)), torch.float64)
         assert_lawful("cross_entropy_fwd", args, oracle, [None, None, terms])
         assert_equal_bits(

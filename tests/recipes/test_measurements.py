@@ -1,5 +1,6 @@
 """The recipes that measure run, write the files that they name, and these files have the printed figures."""
 
+import argparse
 import importlib
 import importlib.util
 import json
@@ -44,6 +45,15 @@ def test_benchmark(tmp_path: Path) -> None:
 
 
 @pytest.mark.daily(3)
+@pytest.mark.parametrize(("stock", "limits"), [(None, (2e-2, 2e-2)), (1e-2, (2e-2, 2e-2)), (3e-2, (2e-2, 3.3e-2))])
+def test_a_compiled_mode_may_err_as_compiled_stock_does(stock: float | None, limits: tuple[float, float]) -> None:
+    """The limits of an eager and of a compiled mode, by the error of compiled stock in the same run."""
+    suites = importlib.import_module("common.bench_suites")
+    results = [suites.Result("equal", "llama", "compile", 1, 8, gradient_error=stock)] if stock is not None else []
+    bench = suites._EqualBatch("llama", argparse.Namespace(grain="bfloat16"), None, {}, results)
+    assert (bench._limit(False), bench._limit(True)) == pytest.approx(limits)
+
+
 def test_the_benchmark_counts_what_host_time_counts(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     modes = ["--models", "llama", "--modes", "stock", "exact", "--rounds", "1", "--out", str(tmp_path)]
