@@ -89,13 +89,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _leave_out_other_days(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect the cases of tests marked `daily(n)` that do not run today: each case runs on one day in n."""
+    """Deselect the cases of tests marked `daily(n)` that do not run today: each case runs on one day in n.
+
+    With `DAYS=m` those of m days run.
+    """
     if os.environ.get("ALL_CASES"):
         return
-    day, left_out = int(os.environ["CASES_OF_DAY"]), []
+    day, days, left_out = int(os.environ["CASES_OF_DAY"]), int(os.environ.get("DAYS", "1")), []
     for item in items:
         mark = item.get_closest_marker("daily")
-        if mark is not None and (zlib.crc32(item.nodeid.encode()) + day) % mark.args[0]:
+        if mark is not None and (zlib.crc32(item.nodeid.encode()) + day) % mark.args[0] >= days:
             left_out.append(item)
     if left_out:
         config.hook.pytest_deselected(items=left_out)

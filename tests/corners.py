@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 from datetime import UTC, datetime
 from pathlib import Path
@@ -56,7 +57,12 @@ class Counts:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=HERE / "results", help="folder of corners.json and corners.md")
-    out: Path = parser.parse_args().out
+    parser.add_argument("--days", type=int, help="of the tests marked `daily`, only the cases of so many days")
+    args = parser.parse_args()
+    out: Path = args.out
+    if args.days:
+        # files that are named run whole unless this is set
+        os.environ.update(ALL_CASES="", DAYS=str(args.days))
     counts = Counts()
     files = []
     for part in SUBSET:
@@ -69,6 +75,7 @@ def main() -> None:
     row = {
         **versions,
         "python": platform.python_version(),
+        "days": str(args.days or "all"),
         **counts.outcomes,
         "failures": counts.failures,
         "date": datetime.now(UTC).date().isoformat(),
@@ -83,12 +90,13 @@ def main() -> None:
 
 
 def _table(rows: list[dict[str, Any]]) -> str:
-    lines = ["| torch | transformers | Python | passed | failed | skipped | date |", "|---|---|---|---|---|---|---|"]
-    columns = ("torch", "transformers", "python", "passed", "failed", "skipped", "date")
-    lines += ["| " + " | ".join(str(row[name]) for name in columns) + " |" for row in rows]
+    columns = ("torch", "transformers", "python", "passed", "failed", "skipped", "days", "date")
+    lines = ["| " + " | ".join(columns) + " |", "|---" * len(columns) + "|"]
+    lines += ["| " + " | ".join(str(row.get(name, "all")) for name in columns) + " |" for row in rows]
     versions = [(f"- torch {row['torch']}, transformers {row['transformers']}", row["failures"]) for row in rows]
     failed = [f"{pair}: `{name}`" for pair, names in versions for name in names]
-    return "\n".join(["`python -m tests.corners`", "", *lines, *(["", "Failed:", *failed] if failed else []), ""])
+    about = "`python -m tests.corners --days N`; `days`: of the tests marked `daily`, how many days' cases ran"
+    return "\n".join([about, "", *lines, *(["", "Failed:", *failed] if failed else []), ""])
 
 
 if __name__ == "__main__":

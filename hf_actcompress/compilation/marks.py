@@ -32,6 +32,7 @@ ON_TRACE: list[Callable[[], None]] = []
 
 _LIBRARY = torch.library.Library("hf_actcompress", "DEF")  # type: ignore[no-untyped-call]
 _LIBRARY.define("mark(Tensor x, str wish, str codec) -> Tensor")  # type: ignore[no-untyped-call]
+_OP = torch.ops.hf_actcompress.mark.default
 
 
 def keep(x: Tensor, codec: str = PLAIN) -> Tensor:
@@ -73,7 +74,7 @@ def _mark(x: Tensor, wish: str, codec: str) -> Tensor:
     if isinstance(x, nn.Parameter):
         # the model reads a parameter as if it were an activation; parameters are kept as they are
         codec = PLAIN
-    y: Tensor = torch.ops.hf_actcompress.mark(x, wish, codec)
+    y: Tensor = _OP(x, wish, codec)
     return y
 
 

@@ -133,9 +133,11 @@ def _attended(
     **kwargs: Any,
 ) -> Tensor:
     """Attention, computed in a way that keeps no more than q, k, v, the output and its statistics."""
-    codec, recomputed = settings.codec, settings.keeps == "recomputed"
     bias = kwargs.pop("position_bias", None)
     stock: Callable[..., Tensor] = partial(_stock, module, dropout=dropout, scaling=scaling, **kwargs)
+    if torch.compiler.is_compiling():
+        return _traced(stock, (query, key, value), attention_mask, bias, settings)
+    codec, recomputed = settings.codec, settings.keeps == "recomputed"
     cpu = on_cpu(query)
     keeps_more = recomputed or codec != IDENTITY
     drops = dropout > 0 and cpu and query.numel() // query.size(-1) * key.size(2) > _FEW
@@ -143,8 +145,6 @@ def _attended(
     # calls in which our own op keeps q, k, v and the output even if stock would keep no more
     ours = dropout == 0 and (ops.region_in_progress() is not None or shares_rows(query.transpose(1, 2)))
     plain = kwargs.get("cache") is None and kwargs.get("softcap") is None and query.numel() > 0
-    if torch.compiler.is_compiling():
-        return _traced(stock, (query, key, value), attention_mask, bias, settings)
     keeps_more = keeps_more or is_wasteful(query, key, value)
     if not ((keeps_more or ours) and plain and _keeps(query, key, value, bias)):
         return stock(query, key, value, attention_mask, bias)

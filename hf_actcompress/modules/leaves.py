@@ -31,7 +31,10 @@ class LinearMixin(_Module):
     """nn.Linear (kind "") or transformers' Conv1D (kind "transposed")."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        x, settings = only_tensor(args, kwargs), self.actcompress
+        settings = self.actcompress
+        if torch.compiler.is_compiling() and settings is not None and settings.keeps == "input":
+            return self._traced(args, kwargs)
+        x = only_tensor(args, kwargs)
         if x is None or settings is None or not recording(x):
             if current.unread is self and x is not None and settings is not None and torch.is_grad_enabled():
                 transposed = settings.kind == "transposed"
@@ -42,13 +45,23 @@ class LinearMixin(_Module):
         transposed = settings.kind == "transposed"
         if not takes_gradient(x, weight, bias):
             return linear_fwd(x, weight, bias, transposed)
-        derive = settings.keeps == "input"
-        if torch.compiler.is_compiling() and derive:
-            return linear_fwd(compilation.offer(x, settings.codec_name), weight, bias, transposed)
         if torch.compiler.is_compiling() and compilation.any_length():
             return self._untraced(x)  # type: ignore[no-any-return]
+        derive = settings.keeps == "input"
         compute = partial(ops.linear, x, weight, bias, transposed=transposed, codec=settings.codec, derive=derive)
         return recalled(x, compute)
+
+    def _traced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+        """The stock forward in a graph; its input is marked if it has a codec. Compiling time grows with each line."""
+        assert self.actcompress is not None
+        name, transposed = self.actcompress.codec_name, self.actcompress.kind == "transposed"
+        x = None if name == compilation.PLAIN else only_tensor(args, kwargs)
+        if x is None or not recording(x):
+            return super().forward(*args, **kwargs)  # type: ignore[no-any-return]
+        weight = self.weight
+        if x.requires_grad or weight.requires_grad:
+            x = compilation.offer(x, name)
+        return linear_fwd(x, weight, self.bias, transposed)
 
 
 class OwnLinearMixin(_Module):
