@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..private_apis import exporting, traced_for_any_size
+from ..private_apis import traced_for_any_size, transforms_or_export
 
 _log = logging.getLogger(__name__)
 
@@ -38,25 +38,29 @@ _OP = torch.ops.hf_actcompress.mark.default
 def keep(x: Tensor, codec: str = PLAIN) -> Tensor:
     """x [any shape], marked as a tensor that the eager op keeps through the codec of that name in `CODECS`.
 
-    Like the functions below, it may only be called while a graph is traced.
+    Like the functions below, it may only be called while a graph is traced, and not in an export. A parameter that the
+    model reads as if it were an activation is kept as it is.
     """
-    return _mark(x, KEEP, codec)
+    y: Tensor = _OP(x, KEEP, PLAIN if isinstance(x, nn.Parameter) else codec)
+    return y
 
 
 def offer(x: Tensor, codec: str) -> Tensor:
     """x [any shape], marked: if the partitioner keeps it, then through this codec."""
-    return x if codec == PLAIN else _mark(x, OFFER, codec)
+    y: Tensor = x if codec == PLAIN or isinstance(x, nn.Parameter) else _OP(x, OFFER, codec)
+    return y
 
 
 def recompute(x: Tensor) -> Tensor:
     """x [any shape], marked: computed again in backward whatever it costs, as the logits are."""
-    return _mark(x, RECOMPUTE, PLAIN)
+    y: Tensor = _OP(x, RECOMPUTE, PLAIN)
+    return y
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def note_trace() -> None:
     """Called where a patched model begins: also one whose layers Dynamo cannot trace, so that there is no mark."""
-    if not exporting():
+    if not transforms_or_export():
         for note in ON_TRACE:
             note()
 
@@ -65,17 +69,6 @@ def note_trace() -> None:
 def any_length() -> bool:
     """Whether the graph is traced for any length. torch then turns an op's constants into inputs, too."""
     return traced_for_any_size()
-
-
-def _mark(x: Tensor, wish: str, codec: str) -> Tensor:
-    if exporting():
-        # an exported program may be loaded where this package is not installed
-        return x
-    if isinstance(x, nn.Parameter):
-        # the model reads a parameter as if it were an activation; parameters are kept as they are
-        codec = PLAIN
-    y: Tensor = _OP(x, wish, codec)
-    return y
 
 
 @torch.library.register_fake("hf_actcompress::mark", lib=_LIBRARY)

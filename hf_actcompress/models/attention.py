@@ -22,7 +22,7 @@ from ..methods.chosen_tokens.model_keys_and_values import keys_and_values
 from ..modules.attention import ATTENTION_NAME, AttentionSettings, renamed
 from ..modules.base import PLAIN_TENSORS, Settings, keeps_for_backward, settings_of
 from ..ops.autocast import autocast_dtype
-from ..private_apis import transforms_active
+from ..private_apis import transforms_or_export
 from ..records import padding_in, shares_rows
 from ..reference import packed_kernel, packed_sdpa
 from ..reference.device_rules import on_cpu
@@ -207,7 +207,7 @@ def _packed(
     rows = (sequences.rows, sequences.tokens)
     if not ordinary or any((x.size(0), x.size(2)) != rows or type(x) not in PLAIN_TENSORS for x in (q, k, v)):
         return None
-    if transforms_active() or torch.compiler.is_compiling() or padding_in(q.transpose(1, 2)) is not None:
+    if transforms_or_export() or torch.compiler.is_compiling() or padding_in(q.transpose(1, 2)) is not None:
         return None
     dtype = autocast_dtype(q)
     if dtype is not None:
@@ -244,8 +244,8 @@ def _traced(
     """Stock's attention in a graph that keeps q, k and v, not their summands (a layer's output and its LoRA's)."""
     if not keeps_for_backward(*qkv, bias):
         return stock(*qkv, mask, bias)
-    name = settings.codec_name
-    out = stock(*(compilation.keep(x, name) for x in qkv), mask, bias)
+    name, (q, k, v) = settings.codec_name, qkv
+    out = stock(compilation.keep(q, name), compilation.keep(k, name), compilation.keep(v, name), mask, bias)
     if settings.keeps == "recomputed":
         return compilation.recompute(out)
     return out if name == compilation.PLAIN else compilation.keep(out, name)

@@ -17,7 +17,7 @@ from ..config import CompressionConfig
 from ..modules.base import has_hooks, patched_class, stock_type
 from ..modules.head import HeadMixin, HeadSettings, deferring
 from ..ops import DeferredLogits, LinearSource, plain, returned_logits
-from ..private_apis import transforms_active
+from ..private_apis import transforms_or_export
 from ..roles import Role
 from .sites import Declined, Site
 
@@ -62,7 +62,7 @@ def deferred_logits(model: nn.Module, given: Mapping[str, Any]) -> Iterator[Call
         defers = model.training and (not labelled or _stock_loss(model))
     else:
         # an evaluation. Not in inference mode, because its tensors have no version counter
-        plain_mode = not torch.is_inference_mode_enabled() and not transforms_active()
+        plain_mode = not torch.is_inference_mode_enabled() and not transforms_or_export()
         defers = labelled and plain_mode and _stock_loss(model)
     heads = _deferrable(model) if defers else ()
     if not heads:

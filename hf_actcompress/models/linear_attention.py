@@ -19,7 +19,7 @@ from torch import Tensor
 from .. import ops
 from ..config import CompressionConfig
 from ..modules.base import keeps_for_backward
-from ..private_apis import transforms_active
+from ..private_apis import transforms_or_export
 from .function_copies import GlobalsCopy, copy_of_forward, read_global
 
 NAME = "torch_chunk_gated_delta_rule"
@@ -58,7 +58,7 @@ def _ours(stock: Callable[..., Any], segment: int) -> Callable[..., Any]:
 
 def _is_plain(segment: int, kwargs: dict[str, Any]) -> bool:
     """Whether each token sees all tokens before it, from the first one of its row on, and the rule is torch's."""
-    if torch.compiler.is_compiling() or transforms_active() or "fla" in sys.modules:
+    if torch.compiler.is_compiling() or transforms_or_export() or "fla" in sys.modules:
         return False
     apart = all(kwargs.get(name) is None for name in ("initial_state", "cu_seqlens", "seq_idx"))
     return apart and segment % kwargs.get("chunk_size", _CHUNK) == 0

@@ -23,7 +23,7 @@ from transformers import DynamicCache, masking_utils
 
 from ..modules.base import PLAIN_TENSORS, stock_type
 from ..ops import PackedMask
-from ..private_apis import transforms_active
+from ..private_apis import transforms_or_export
 from ..reference.sequences import Band, Sequences, sequences_of
 from .attention_rows import calls_interface, goes_in_rows
 from .function_copies import GlobalsCopy, copy_of_forward, read_global
@@ -90,7 +90,7 @@ def packed_forward(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     waits for positions where it does in stock, and for a 2-D mask.
     """
     positions, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
-    if len(args) > 1 or not torch.is_grad_enabled() or transforms_active():
+    if len(args) > 1 or not torch.is_grad_enabled() or transforms_or_export():
         return None
     if any(x is not None and (type(x) not in PLAIN_TENSORS or x.dim() != 2 or x.is_meta) for x in (positions, mask)):
         return None

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from ..errors import SharedRowsError
-from ..private_apis import transforms_active
+from ..private_apis import transforms_or_export
 from ..records import Padding, RepeatedRows, padding_of, repeated_rows_of
 
 # the arguments that say what a token is
@@ -34,7 +34,7 @@ def padding_of_call(model: nn.Module, given: Mapping[str, Any]) -> Padding | Non
     Only a mask [B, S] says which rows are padding; of one with more dimensions, or of several sequences
     (`why_not`), nothing is dropped.
     """
-    if why_not(model) or not torch.is_grad_enabled() or transforms_active():
+    if why_not(model) or not torch.is_grad_enabled() or transforms_or_export():
         return None
     mask = given.get("attention_mask")
     # only a plain tensor has values to read; a fake or distributed one has none
@@ -49,7 +49,7 @@ def copies_of_call(model: nn.Module, given: Mapping[str, Any]) -> RepeatedRows |
     Raises:
         SharedRowsError: Sequences begin with the same tokens, but their hidden states would differ.
     """
-    if why_not(model) or not torch.is_grad_enabled() or transforms_active():
+    if why_not(model) or not torch.is_grad_enabled() or transforms_or_export():
         return None
     cache, mask = given.get("past_key_values"), given.get("attention_mask")
     tokens = [given[name] for name in _OF_TOKENS if given.get(name) is not None]

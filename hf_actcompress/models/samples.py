@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..private_apis import transforms_active
+from ..private_apis import transforms_or_export
 
 
 def samples_of_call(model: nn.Module, given: Mapping[str, Any]) -> Tensor | None:
@@ -18,7 +18,7 @@ def samples_of_call(model: nn.Module, given: Mapping[str, Any]) -> Tensor | None
     Padding at the end of a sequence, by the mask [B, T], is not hashed, so that a sample keeps its number in batches of
     other lengths. None if there are no values to read.
     """
-    if not torch.is_grad_enabled() or transforms_active():
+    if not torch.is_grad_enabled() or transforms_or_export():
         return None
     x = given.get(getattr(model, "main_input_name", "input_ids"))
     if type(x) is not Tensor or x.dim() < 2 or x.numel() == 0 or x.device.type == "meta":

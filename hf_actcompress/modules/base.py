@@ -18,7 +18,7 @@ from .. import compilation
 from ..codecs import IDENTITY, Codec
 from ..codecs.table import CODECS
 from ..errors import UnsupportedModelError
-from ..private_apis import FakeTensor, is_idle_capture, transforms_active
+from ..private_apis import FakeTensor, is_idle_capture, transforms_or_export
 from ..records import current
 from ..roles import Role
 
@@ -167,10 +167,10 @@ PLAIN_TENSORS = frozenset({Tensor, nn.Parameter, nn.Buffer, FakeTensor})
 def recording(*tensors: Tensor | None) -> bool:
     """Whether autograd records in reverse mode and all of these are plain tensors. If not, the stock code runs.
 
-    It also runs under transforms of torch.func, in forward-mode differentiation, and inside of a tile, of which nothing
-    is kept.
+    It also runs under transforms of torch.func, in forward-mode differentiation, in an export, whose program may be
+    loaded where this package is not installed, and inside of a tile, of which nothing is kept.
     """
-    if not torch.is_grad_enabled() or current.stock_only or transforms_active():
+    if not torch.is_grad_enabled() or current.stock_only or transforms_or_export():
         return False
     for x in tensors:  # noqa: SIM110
         if x is not None and type(x) not in PLAIN_TENSORS:

@@ -43,7 +43,7 @@ class _GatedMLPMixin(TiledMixin):
             return act(gate) * up  # type: ignore[no-any-return]
         stock = act.stock_forward()
         if torch.compiler.is_compiling():
-            gate, up = (compilation.keep(x, settings.codec_name) for x in (gate, up))
+            gate, up = compilation.keep(gate, settings.codec_name), compilation.keep(up, settings.codec_name)
             return stock(gate) * up  # type: ignore[no-any-return]
         return ops.gated_product(gate, up, stock, activation.kind, activation.constants, codec=settings.codec)
 

@@ -54,14 +54,14 @@ class LinearMixin(_Module):
     def _traced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         """The stock forward in a graph; its input is marked if it has a codec. Compiling time grows with each line."""
         assert self.actcompress is not None
-        name, transposed = self.actcompress.codec_name, self.actcompress.kind == "transposed"
-        x = None if name == compilation.PLAIN else only_tensor(args, kwargs)
+        codec = self.actcompress.codec_name
+        x = None if codec == compilation.PLAIN else only_tensor(args, kwargs)
         if x is None or not recording(x):
             return super().forward(*args, **kwargs)  # type: ignore[no-any-return]
         weight = self.weight
         if x.requires_grad or weight.requires_grad:
-            x = compilation.offer(x, name)
-        return linear_fwd(x, weight, self.bias, transposed)
+            x = compilation.offer(x, codec)
+        return linear_fwd(x, weight, self.bias, self.actcompress.kind == "transposed")
 
 
 class OwnLinearMixin(_Module):

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from .. import ops
-from ..private_apis import transforms_active
+from ..private_apis import transforms_or_export
 from ..records import current
 from .base import ModuleMixin, PatchedModule, Settings, has_hooks, is_sharded, keeps_for_backward, only_tensor
 
@@ -41,7 +41,7 @@ class TiledMixin(ModuleMixin):
             return self.whole(*args, **kwargs)
         own = ops.OwnWeights(self)
         # without gradients there is one reason for tiles: the memory inside of the MLP, if there are several tiles
-        inside = current.stock_only or transforms_active()
+        inside = current.stock_only or transforms_or_export()
         saves = not torch.is_grad_enabled() and x[..., 0].numel() > settings.tile and not inside
         if not saves and not keeps_for_backward(x, *own.tensors):
             return self.whole(*args, **kwargs)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..private_apis import transforms_active, without_torch_function
+from ..private_apis import transforms_or_export, without_torch_function
 from ..reference.device_rules import on_cpu
 from .deferred_logits import DeferredLogits, plain
 from .logits_gradient import dense
@@ -24,7 +24,7 @@ from .row_functions import map_rows, multiply_rows, reduce_rows
 
 def _fits(x: Any, dim: Any = -1) -> bool:
     """Whether x are deferred logits that were not modified in place, and `dim` is the dimension of the vocabulary."""
-    if not isinstance(x, DeferredLogits) or transforms_active():
+    if not isinstance(x, DeferredLogits) or transforms_or_export():
         return False
     return x.dim() > 1 and x.size(-1) > 1 and x.numel() > 0 and dim in (-1, x.dim() - 1) and not x.chain.written()
 

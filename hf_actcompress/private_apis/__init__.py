@@ -120,9 +120,13 @@ def delayed_error(message: str, count: int) -> Callable[..., tuple[Tensor, ...]]
     return torch._C._functions.DelayedError(message.encode(), count)  # type: ignore[attr-defined, no-any-return]
 
 
-def transforms_active() -> bool:
-    """Whether torch.func transforms or forward-mode differentiation are on."""
-    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+def transforms_or_export() -> bool:
+    """Whether torch.func transforms or forward-mode differentiation are on, or torch.export traces.
+
+    The public test of exporting is also true in torch.compile where torch 2.11 traces its call.
+    """
+    transforms = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+    return transforms or torch.compiler._is_exporting_flag
 
 
 def fused_attention_choice(
@@ -241,11 +245,6 @@ def traced_for_any_size() -> bool:
     import torch._dynamo
 
     return not torch._dynamo.config.assume_static_by_default
-
-
-def exporting() -> bool:
-    """Whether torch.export traces. The public test is also true in torch.compile where torch 2.11 traces its call."""
-    return torch.compiler._is_exporting_flag
 
 
 def traced_frame() -> tuple[Any, Any] | None:

@@ -17,7 +17,7 @@ from torch.nn import functional
 from ...config import CompressionConfig
 from ...errors import UnsupportedModelError
 from ...models.arguments import arguments
-from ...private_apis import transforms_active
+from ...private_apis import transforms_or_export
 
 # losses whose labels stand at the position that predicts them
 _UNSHIFTED = ("ForMaskedLM", "ForTokenClassification")
@@ -109,7 +109,7 @@ def choice_of_call(
     Raises:
         UnsupportedModelError: The config's choice needs what this call does not have.
     """
-    if config.tokens == 1 or not torch.is_grad_enabled() or transforms_active():
+    if config.tokens == 1 or not torch.is_grad_enabled() or transforms_or_export():
         return None
     given = arguments(stock, args, kwargs).get
     tokens = next((x for x in map(given, ("input_ids", "inputs_embeds")) if isinstance(x, Tensor)), None)

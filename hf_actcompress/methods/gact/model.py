@@ -17,7 +17,7 @@ from ...codecs.table import CODECS
 from ...config import CompressionConfig
 from ...config_checks import CODEC_FIELDS
 from ...modules.base import PLAIN_TENSORS, is_sharded
-from ...private_apis import FakeTensor, transforms_active
+from ...private_apis import FakeTensor, transforms_or_export
 from ...records import hooks_outside
 from ...reference.rng import Generators
 from .codec import IntMeasured, Width
@@ -78,7 +78,7 @@ def mean_bits(config: CompressionConfig) -> float:
 
 def _can_be_measured(model: nn.Module, parameters: Sequence[Tensor]) -> bool:
     """Whether gradients can be computed here, apart from those of the training step."""
-    if not model.training or not torch.is_grad_enabled() or transforms_active() or hooks_outside() is not None:
+    if not model.training or not torch.is_grad_enabled() or transforms_or_export() or hooks_outside() is not None:
         return False
     plain = all(type(p) in PLAIN_TENSORS and not isinstance(p, FakeTensor) and not p.is_meta for p in parameters)
     return plain and not any(is_sharded(module) for module in model.modules())
