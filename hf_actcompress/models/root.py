@@ -14,6 +14,7 @@ import inspect
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from types import CodeType
 from typing import Any
 
 import torch
@@ -80,6 +81,12 @@ class PatchedForward:
     def __signature__(self) -> inspect.Signature:
         """The stock signature: Trainer drops dataset columns by it."""
         return inspect.signature(self._stock())
+
+    @property
+    def __code__(self) -> CodeType:
+        """The stock forward's code: torch.export reads where it is written."""
+        code: CodeType = inspect.unwrap(self._stock()).__code__  # type: ignore[attr-defined]
+        return code
 
     def _stock(self) -> Callable[..., Any]:
         stock: Callable[..., Any] = self.inner or type(self.model).forward.__get__(self.model)

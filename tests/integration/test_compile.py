@@ -195,12 +195,16 @@ def _kept_at(family: Family, vocabulary: int, batch: dict[str, Any]) -> int:
     return kept_by(one_graph(patch_model(build(family, vocab_size=vocabulary))), batch)
 
 
-def test_an_exported_program_is_stocks() -> None:
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("preset", ["exact", "int8"])
+@pytest.mark.parametrize("name", ["bert", "llama"])
+def test_an_exported_program_is_stocks(name: str, preset: str, strict: bool) -> None:
     """It may run where this package is not installed."""
-    family = BY_NAME["bert"]
-    model = patch_model(build(family))
-    program = torch.export.export(model, (), family.make_batch(), strict=True)
+    family, batch = BY_NAME[name], BY_NAME[name].make_batch()
+    stock = build(family).eval()
+    program = torch.export.export(patch_model(copy.deepcopy(stock), preset), (), batch, strict=strict)
     assert "actcompress" not in program.graph_module.code
+    assert torch.equal(program.module()(**batch).loss, stock(**batch).loss)
 
 
 def test_evaluation_is_stocks() -> None:
