@@ -13,11 +13,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch._library.fake_impl as fake_impl
 import transformers as hf
 from torch import Tensor
 from torch.nn.modules import module as nn_module
 
 from hf_actcompress import Estimate, estimate, patch_model
+from hf_actcompress.memory.estimation.meta_device import ONE_AT_A_TIME
 from hf_actcompress.memory.estimation.meta_model import skeleton
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.daily(3)]
@@ -258,3 +260,18 @@ def test_a_model_is_made_as_transformers_makes_it(config: Any, dtype: torch.dtyp
     expected.tie_weights()
     assert tensors(found) == tensors(expected)
     assert found.config.dtype == dtype and found.config.to_dict() == {**expected.config.to_dict(), "use_cache": False}
+
+
+def test_what_sets_a_global_of_torch_runs_in_one_thread_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch sets it for many ops of fake tensors and of those of the meta device, and then restores it."""
+    alone: list[bool] = []
+    set_getter = fake_impl.set_ctx_getter
+
+    def noted(getter: Any) -> Any:
+        alone.append(ONE_AT_A_TIME._is_owned())  # type: ignore[attr-defined]
+        return set_getter(getter)
+
+    monkeypatch.setattr(fake_impl, "set_ctx_getter", noted)
+    for make in ESTIMATES:
+        make()
+    assert alone and all(alone)

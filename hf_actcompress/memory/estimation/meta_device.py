@@ -7,6 +7,7 @@ would make its tensors in that dtype. This mode belongs to its own thread.
 from __future__ import annotations
 
 import sys
+import threading
 from typing import Any
 
 import torch
@@ -17,6 +18,9 @@ from torch.utils._device import _device_constructors
 # these functions take the dtype of data that has one
 _OF_DATA = (torch.tensor, torch.as_tensor, torch.asarray)
 _DEFAULT = "get_default_dtype"
+# while torch works on a fake tensor or one of the meta device, it sets a global and restores it: two threads at once
+# would restore each other's values
+ONE_AT_A_TIME = threading.RLock()
 
 
 class OnMeta(TorchFunctionMode):

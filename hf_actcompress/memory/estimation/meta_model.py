@@ -24,7 +24,7 @@ from ...models.adapters import with_lora
 from ...quick.config_rules import QUANTIZATION, check_config
 from ...quick.question import SHORT_DTYPES
 from ..measurement.compiled import uncompiled
-from .meta_device import OnMeta
+from .meta_device import ONE_AT_A_TIME, OnMeta
 from .quantized.model import packed_weights, quantize, stand_ins
 
 # a config without usable `architectures` becomes the first of these classes that accepts it
@@ -143,7 +143,7 @@ def _from_config(cls: Any, config: Any, dtype: torch.dtype) -> nn.Module:
     # the Trainer sets this as well
     config.use_cache = False
     try:
-        with OnMeta(dtype):
+        with ONE_AT_A_TIME, OnMeta(dtype):
             # with dtype=None transformers does not change torch's default dtype
             model: nn.Module = cls._from_config(config, dtype=None)
     except Exception as error:  # of any model's code, about a config that it does not take

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import threading
 from dataclasses import dataclass, replace
 from itertools import chain
 
@@ -19,14 +18,11 @@ from ....patching import apply_config, unpatch_model
 from ....private_apis import FakeTensorMode
 from ....roles import Role
 from ...measurement.memory_report import module_roles
+from ..meta_device import ONE_AT_A_TIME
 from ..meta_model import empty_like
 from .fake_allocator import FakeAllocator
 from .setting import Setting
 from .stand_ins import counted_checkpoints
-
-# while torch works on a fake tensor it sets a global and then restores it: two threads at once would restore each
-# other's values
-ONE_AT_A_TIME = threading.RLock()
 
 
 @dataclass(frozen=True)

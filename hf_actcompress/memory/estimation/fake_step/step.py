@@ -20,6 +20,7 @@ from ....roles import Role
 from ...measurement.allocator import loss_of, without_collections
 from ...measurement.memory_report import role_of
 from ...measurement.saved_tensors import saved_tensors, storages
+from ..meta_device import ONE_AT_A_TIME
 from .arithmetic import Operations, Work
 from .batch import fake_batch
 from .compiled import CompiledStep
@@ -28,7 +29,7 @@ from .fake_allocator import FakeAllocator
 from .masks import KnownMasks
 from .pictures import takes_pictures, unwrapped
 from .positions import check_length
-from .ready import ONE_AT_A_TIME, Ready, fake_copy, ready
+from .ready import Ready, fake_copy, ready
 from .setting import Setting
 from .sharding import local, resizes_counted, sharded
 from .stand_ins import StepRules
