@@ -153,6 +153,8 @@ def _check_pytest(arguments: list[str]) -> None:
 
 def _check_pip(arguments: list[str]) -> None:
     """Check that pip has the options, that this project has the extras and files, and that requirements are valid."""
+    # pip takes away the hook by which setuptools replaces distutils; later, Inductor could not import setuptools
+    import setuptools  # noqa: F401
     from packaging.requirements import Requirement
     from pip._internal.commands import create_command
 
