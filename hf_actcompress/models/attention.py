@@ -242,6 +242,10 @@ def _traced(
     settings: Settings,
 ) -> Tensor:
     """Stock's attention in a graph that keeps q, k and v, not their summands (a layer's output and its LoRA's)."""
+    if mask is not None and mask.stride(-1) != 1:
+        # Without padding transformers expands a column to a mask, in compiled code only. A CUDA device's fused kernels
+        # do not take it, and torch would compute attention from probabilities in fp32, and keep them.
+        mask = mask.contiguous()
     if not keeps_for_backward(*qkv, bias):
         return stock(*qkv, mask, bias)
     name, (q, k, v) = settings.codec_name, qkv

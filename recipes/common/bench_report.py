@@ -18,6 +18,7 @@ from .versions import PACKAGES, device_name, versions
 _EQUAL = {
     "kept, h per token, layer": lambda r: _number(r.kept_h, ".2f"),
     "peak MiB": lambda r: _number(r.peak_mib, ".1f"),
+    "with new gradients": lambda r: _number(r.new_gradients_mib, ".1f"),
     "step ms": lambda r: _number(r.step_ms, ".1f"),
     "x stock": lambda r: _number(r.step_ratio, ".3f"),
     "tokens/s": lambda r: _number(r.tokens_per_second, ",.0f"),

@@ -38,6 +38,7 @@ class Result:
     note: str = ""
     kept_h: float | None = None
     peak_mib: float | None = None
+    new_gradients_mib: float | None = None
     total_mib: float | None = None
     graphs: int | None = None
     breaks: int | None = None
@@ -219,6 +220,8 @@ class _EqualBatch:
                 result.new_graphs = new_graphs(lambda batch: make_step(forward, batch, args)(), self.batch)
         result.peak_mib = measure_step(step, args.device).peak_bytes / MIB
         result.total_mib = total_mib(args.device)
+        self.weights.zero_grad(set_to_none=True)
+        result.new_gradients_mib = measure_step(step, args.device).peak_bytes / MIB
         return step
 
     def _limit(self, compiled: bool) -> float:

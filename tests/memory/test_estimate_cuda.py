@@ -172,6 +172,18 @@ def test_the_values_are_those_of_the_stock_dropout_and_its_mask_one_byte():
         assert functional.dropout(x, 0.5, training=False) is x
 
 
+def test_a_mask_that_is_an_expanded_column_leaves_attention_to_probabilities():
+    q = torch.empty(1, 2, 8, 4, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    column = torch.empty(1, 1, 8, 1, dtype=torch.bool, device="meta")
+
+    def attend(mask):
+        return saved(lambda: functional.scaled_dot_product_attention(q, q, q, mask))
+
+    probabilities = ((2, 8, 8), torch.float32)
+    assert probabilities in attend(column.expand(1, 1, 8, 8))
+    assert probabilities not in attend(column.expand(1, 1, 8, 8).contiguous())
+
+
 def test_autocast_comes_before_the_choice_of_the_attention_kernel():
     # rotary embeddings return fp32, which autocast casts to bf16: flash attention runs, and keeps no probabilities
     options = {"batch_size": BATCH, "seq_len": LENGTH, "config": "exact"}

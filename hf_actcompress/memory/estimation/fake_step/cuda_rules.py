@@ -7,6 +7,7 @@ needs neither the device nor a build of torch for it.
 | attention in fp16 or bf16, no mask | with dropout the probabilities | q, k, v, out, logsumexp | flash |
 | the same with a mask, or in fp32 | likewise | likewise, and the mask in q's dtype, per call | memory-efficient |
 | the same in fp32 with fewer heads of k and v | q, k, v, out, logsumexp | the probabilities | math |
+| the same with a mask whose last axis is expanded | likewise | the probabilities | math |
 | layer_norm | mean and rstd in x's dtype | both in fp32 | `IN_FP32` |
 | any allocation | its size | a multiple of 512 bytes | `BLOCK` |
 
@@ -79,7 +80,7 @@ def _attention(
     if half and attn_mask is None and query.size(-1) <= _FLASH_HEAD:
         flash = aten._scaled_dot_product_flash_attention
         return flash(query, key, value, dropout_p, is_causal, False, scale=scale)[0]  # type: ignore[no-any-return]
-    if grouped:
+    if grouped or (attn_mask is not None and attn_mask.stride(-1) != 1):
         # called by its own name, because `sdpa_kernel` would choose for all threads of the process
         math = aten._scaled_dot_product_attention_math
         mask = None if attn_mask is None else _additive(attn_mask, query.dtype)
