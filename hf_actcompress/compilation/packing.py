@@ -285,4 +285,8 @@ class _Sizes:
 def _trace(function: Callable[..., tuple[Tensor, ...]], values: Sequence[Any]) -> GraphModule:
     with tracing_for_compiler(), values[0].fake_mode, torch.no_grad():
         # codecs write in place, and a graph must not
-        return with_transfers(make_fx(functionalize(function), decomposition_table=inductor_decompositions())(*values))
+        traced = make_fx(functionalize(function), decomposition_table=inductor_decompositions())(*values)
+    for node in traced.graph.nodes:
+        # the annotation is a string here, and then torch 2.11 does not cache a graph that calls this one
+        node.type = None
+    return with_transfers(traced)

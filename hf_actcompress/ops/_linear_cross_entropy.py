@@ -22,7 +22,7 @@ from ._cast import cast_record
 from .autocast import autocast_dtype
 from .deferred_values import is_cast
 from .first_order import once_differentiable
-from .loss_arguments import loss_dtype, reduced
+from .loss_arguments import loss_dtypes, reduced
 
 _Grads = tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None, None, None, None]
 
@@ -41,15 +41,16 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
         rows: Tensor | None,
         pointwise: Pointwise,
         dtype: torch.dtype,
-        loss_dtype: torch.dtype,
+        loss_dtypes: tuple[torch.dtype, torch.dtype],
     ) -> Tensor:  # h [K, D], weight [V, D], bias [V], target [K], logits [M, V], rows [K]
         with torch.autocast(h.device.type, enabled=False):
             if logits is not None:
                 stock = implementation("cross_entropy_fwd", h)
-                losses, maximum, log_sum = stock(logits, rows, target, pointwise, loss_dtype)
+                losses, maximum, log_sum = stock(logits, rows, target, pointwise, loss_dtypes[0])
+                losses = losses.to(loss_dtypes[1])
             else:
                 chunked = implementation("linear_cross_entropy_fwd", h)
-                losses, maximum, log_sum = chunked(h.to(dtype), weight, bias, target, pointwise, loss_dtype)
+                losses, maximum, log_sum = chunked(h.to(dtype), weight, bias, target, pointwise, loss_dtypes[1])
         bias_record = parameter(bias) if bias is not None else None
         rows_record = stored_exact(rows) if rows is not None else None
         record = exact_record(h, dtype)
@@ -149,7 +150,7 @@ def linear_cross_entropy(
         rows, wanted = kept if rows is None else rows[kept], wanted[kept]
         outside = outside | (counts.sum() > kept.numel())
     selected = _selected(h.reshape(-1, h.size(-1)), rows)
-    options = _without_widening(pointwise, dtype), dtype, loss_dtype(h.device, dtype, pointwise)
+    options = _without_widening(pointwise, dtype), dtype, loss_dtypes(h.device, dtype, pointwise)
     losses = applied(LinearCrossEntropyFunction, selected, weight, bias, wanted, logits, rows, *options)
     if kept is not None:
         losses = losses.new_zeros(target.shape).index_copy(0, kept, losses)

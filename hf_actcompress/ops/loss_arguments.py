@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..reference.device_rules import on_cpu
 from ..reference.logits_chunks import Pointwise
 from .deferred_logits import DeferredLogits
 
@@ -58,13 +59,18 @@ def _class_indices(input: Any, target: Any) -> bool:
     return known and input.dim() == 2 and target.shape == input.shape[:1] and target.numel() > 0
 
 
-def loss_dtype(device: torch.device, dtype: torch.dtype, pointwise: Pointwise = ()) -> torch.dtype:
-    """The dtype in which torch computes the loss of such logits under the current autocast, found by a small call."""
+def loss_dtypes(device: torch.device, dtype: torch.dtype, pointwise: Pointwise = ()) -> tuple[torch.dtype, torch.dtype]:
+    """The dtypes in which torch computes log-probabilities and the loss of such logits under the current autocast.
+
+    A small call finds the loss's. A CPU's autocast casts the logits; a CUDA device's casts the log-probabilities, which
+    it computes in the logits' dtype.
+    """
     x = torch.zeros(1, 1, dtype=dtype, device=device)
     with torch.no_grad():
         for function in pointwise:
             x = function(x)
-        return F.cross_entropy(x, torch.zeros(1, dtype=torch.int64, device=device)).dtype
+        loss = F.cross_entropy(x, torch.zeros(1, dtype=torch.int64, device=device)).dtype
+    return (loss if on_cpu(x) else x.dtype), loss
 
 
 def reduced(losses: Tensor, counts: Tensor, outside: Tensor | None, reduction: str) -> Tensor:

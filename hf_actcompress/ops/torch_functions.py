@@ -18,7 +18,7 @@ from ..private_apis import transforms_or_export, without_torch_function
 from ..reference.device_rules import on_cpu
 from .deferred_logits import DeferredLogits, plain
 from .logits_gradient import dense
-from .loss_arguments import LossArguments, loss_dtype, loss_over_classes, reduced
+from .loss_arguments import LossArguments, loss_dtypes, loss_over_classes, reduced
 from .row_functions import map_rows, multiply_rows, reduce_rows
 
 
@@ -102,8 +102,8 @@ def _cross_entropy(asked: LossArguments) -> Any:
     if not _fits(input) or type(target) is not Tensor:
         return NotImplemented
     # autocast may run a whole cross entropy in fp32 although it leaves a log_softmax alone
-    wide = loss_dtype(input.device, input.dtype)
-    log_probabilities = torch.log_softmax(input, 1, dtype=wide if wide != input.dtype else None)
+    dtype, loss_dtype = loss_dtypes(input.device, input.dtype)
+    log_probabilities = torch.log_softmax(input, 1, dtype=dtype if loss_dtype != input.dtype else None)
     loss: Tensor = F.nll_loss(log_probabilities, target, ignore_index=ignore_index, reduction=reduction)
     if asked.label_smoothing == 0.0:
         return loss

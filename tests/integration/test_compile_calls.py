@@ -41,6 +41,16 @@ def test_further_layers_add_no_graph(family: Family, preset: str) -> None:
     assert backward == further == [0]
 
 
+def test_called_graphs_can_be_cached() -> None:
+    """Their code names modules and functions, which torch finds again, and no string, which torch 2.11 refuses."""
+    compiled, calls = with_calls(patch_model(Gated(), "int8"))
+    compiled(torch.randn(4, 64, requires_grad=True)).sum().backward()
+    call = calls[0][0]
+    named = getattr(call.graph.owning_module, call.args[1]).graph.python_code("self").globals
+    assert named
+    assert not [name for name, value in named.items() if isinstance(value, str)]
+
+
 def _functions(model: nn.Module, batch: dict[str, Any]) -> list[str]:
     """The C++ functions that Inductor's forward calls, in order; those of called graphs are not among them."""
     torch._dynamo.reset()

@@ -184,6 +184,16 @@ def test_a_mask_that_is_an_expanded_column_leaves_attention_to_probabilities():
     assert probabilities not in attend(column.expand(1, 1, 8, 8).contiguous())
 
 
+def test_autocast_casts_log_probabilities_and_not_logits():
+    # BERT's loss reads logits in 16 bits; log-probabilities are kept in 16 bits and, for nll_loss, in fp32
+    x, target = torch.zeros(8, 5, dtype=torch.bfloat16, requires_grad=True), torch.zeros(8, dtype=torch.int64)
+    with torch.autocast("cpu", torch.bfloat16):
+        kept = saved(lambda: functional.cross_entropy(x, target))
+        smoothed = saved(lambda: functional.cross_entropy(x, target, label_smoothing=0.1))
+    assert kept[:2] == [((8, 5), torch.bfloat16), ((8, 5), torch.float32)]
+    assert smoothed[0] == ((8, 5), torch.float32)
+
+
 def test_autocast_comes_before_the_choice_of_the_attention_kernel():
     # rotary embeddings return fp32, which autocast casts to bf16: flash attention runs, and keeps no probabilities
     options = {"batch_size": BATCH, "seq_len": LENGTH, "config": "exact"}

@@ -8,6 +8,7 @@ needs neither the device nor a build of torch for it.
 | the same with a mask, or in fp32 | likewise | likewise, and the mask in q's dtype, per call | memory-efficient |
 | the same in fp32 with fewer heads of k and v | q, k, v, out, logsumexp | the probabilities | math |
 | the same with a mask whose last axis is expanded | likewise | the probabilities | math |
+| loss of 16-bit logits, autocast | log-probabilities in fp32 | also a copy in 16 bits | `_cross_entropy` |
 | layer_norm | mean and rstd in x's dtype | both in fp32 | `IN_FP32` |
 | any allocation | its size | a multiple of 512 bytes | `BLOCK` |
 
@@ -108,5 +109,23 @@ def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask.logical_not(), float("-inf"))
 
 
+def _cross_entropy(input: Tensor, target: Tensor, weight: Tensor | None = None, **options: Any) -> Tensor:
+    """Autocast casts the log-probabilities for the loss, not the logits. Smoothed labels are not handled.
+
+    A patched head's logits have a function of their own.
+    """
+    smoothing = options.pop("label_smoothing", 0.0)
+    half = input.dtype in (torch.float16, torch.bfloat16)
+    if not (torch.is_autocast_enabled("cpu") and half) or smoothing or getattr(input, "deferred", False):
+        return functional.cross_entropy(input, target, weight, label_smoothing=smoothing, **options)
+    with torch.autocast("cpu", enabled=False):
+        log_probabilities = torch.log_softmax(input, 1)
+        return functional.nll_loss(log_probabilities.float(), target, weight, **options)
+
+
 # what is replaced -> what a CUDA device runs
-_FUSED = {functional.dropout: _dropout, functional.scaled_dot_product_attention: _attention}
+_FUSED = {
+    functional.cross_entropy: _cross_entropy,
+    functional.dropout: _dropout,
+    functional.scaled_dot_product_attention: _attention,
+}
