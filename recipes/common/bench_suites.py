@@ -271,7 +271,9 @@ def largest_batch(name: str, mode: str, cap: str, args: argparse.Namespace) -> R
             optimizer.step()
             optimizer.zero_grad()
 
-        options = {"optimizer": optimizer, "budget": cap, "trials": args.trials, "timed_steps": args.rounds}
+        # the same share of the memory as on a whole card, whose allocator cannot use the last blocks
+        budget = cap if args.device == "cpu" else int(0.95 * float(cap.removesuffix("GiB")) * 2**30)
+        options = {"optimizer": optimizer, "budget": budget, "trials": args.trials, "timed_steps": args.rounds}
         report = find_batch_size(model, lambda size: make_batch(size, shape.vocab, args), step, **options)
     fitting = [trial for trial in report.trials if trial.fits]
     if not fitting:

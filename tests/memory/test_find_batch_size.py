@@ -152,6 +152,25 @@ def test_the_search_is_exact_for_affine_peaks(state, slope, offset, room, start,
     assert search.settled(limit) or best > 16 * start or not measured
 
 
+@pytest.mark.parametrize(
+    ("state", "floor", "slope", "room"),
+    [(2010, 2690, 203, 12288), (2010, 2690, 88, 12288), (750, 1000, 281, 24576), (2010, 2690, 480, 12288)],
+    ids=["bert-large", "bert-large, checkpointed", "gpt2", "bert-large, stock"],
+)
+def test_small_batches_whose_peak_is_the_optimizers(state, floor, slope, room):
+    """Peaks in MiB as on a GPU, where the allocator runs out of memory a little below the limit, without a peak.
+
+    Their first peaks do not grow with the batch. Four trials find 85% of the largest batch.
+    """
+    usable = int(0.97 * room)
+    search = Search(1, None, 4)
+    while (size := search.candidate(room)) is not None:
+        peak = max(floor, state + slope * size)
+        search.add(BatchSizeTrial(size, peak <= usable, peak if peak <= usable else None, 1.0), state)
+    largest = max(trial.batch_size for trial in search.tried if trial.fits)
+    assert largest >= 0.85 * ((usable - state) // slope)
+
+
 @pytest.mark.gpu
 def test_on_a_card_without_a_budget():
     model = nn.Sequential(nn.Linear(4096, 4096), nn.GELU(), nn.Linear(4096, 4096)).cuda()

@@ -6,6 +6,8 @@ from .report import BatchSizeTrial
 
 # growth from one trial to the next if the peaks give no bound
 _GROWTH = 16
+# a size that surely fits is tried if it is larger than the largest that fits by this factor
+_WORTH_A_TRIAL = 1.25
 
 
 class Search:
@@ -78,6 +80,11 @@ class Search:
 
     def _between(self, aim: int) -> int:
         fits, fails, line = self._fits, self._fails, self._line(aim)
+        safe = self._line(aim, safe=True)
+        # peaks that do not grow say little: then a size far above is tried, as long as none has failed
+        tells = line is not None or fails is not None
+        if tells and safe is not None and safe > _WORTH_A_TRIAL * fits and (fails is None or safe < fails):
+            return safe
         if line is not None and line <= fits:
             # a line through one point is too steep; this second trial, which cannot fail, gives a second point
             return fits // 2 if fits > 1 else 2
@@ -95,11 +102,16 @@ class Search:
     def _points(self) -> list[tuple[int, int]]:
         return sorted((t.batch_size, t.peak_bytes) for t in self.tried if t.peak_bytes is not None)
 
-    def _line(self, aim: int) -> int | None:
-        """The batch size whose peak would be `aim`; None if the peaks do not tell."""
+    def _line(self, aim: int, safe: bool = False) -> int | None:
+        """The batch size whose peak would be `aim`, on a line through the last two points; None if there is none.
+
+        The peaks of small batches are the optimizer's, and do not grow. A line from there to a larger batch rises too
+        little, and what it gives may run out of memory. A safe line starts at the bytes without any activations, and
+        rises too much if anything.
+        """
         if not self._points:
             return None
-        (b0, p0), (b1, p1) = [(0, self._state), *self._points][-2:]
+        (b0, p0), (b1, p1) = [(0, self._state), *self._points[-1:]] if safe else [(0, self._state), *self._points][-2:]
         if p1 <= p0:
             return None
         return b0 + int((aim - p0) * (b1 - b0) // (p1 - p0))
