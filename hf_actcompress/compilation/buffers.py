@@ -7,13 +7,15 @@ from torch.fx import Graph, Node
 
 from .policy import is_fused, is_pointwise, is_view, made_by, nbytes, overwrites
 
+_CAT = torch.ops.aten.cat.default
+
 
 class Buffers:
     """The buffers of one graph, whose nodes run in order.
 
     A pointwise result that only pointwise ops and reductions read stays in registers. The tensors that it is computed
     from live until the kernel that it is fused into has run. A kernel may write its result over an input of the same
-    size that is not read later.
+    size that is not read later, unless the input is a concatenation.
 
     Args:
         graph: The graph of a forward or a backward.
@@ -25,21 +27,20 @@ class Buffers:
     """
 
     def __init__(self, graph: Graph) -> None:
-        self.no_memory = {node for node in graph.nodes if node.op == "call_function" and is_fused(node)}
         order = {node: position for position, node in enumerate(graph.nodes)}
         nodes = list(order)
+        # a concatenation -> its parts, if the ops that make them write into it
+        parts = {node: node.all_input_nodes for node in nodes if node.target is _CAT}
+        parts = {node: inputs for node, inputs in parts.items() if inputs and all(map(_is_written_in_place, inputs))}
+        self.no_memory = {node for node in nodes if node.op == "call_function" and is_fused(node)} - parts.keys()
         last = self._last_readers(nodes, order)
         self._overwrite(nodes, order, last)
         self.dead: dict[Node, list[Node]] = {}
         for node, position in last.items():
             if nodes[position].op != "output":
                 self.dead.setdefault(nodes[position], []).append(node)
-        self.whole: dict[Node, Node] = {}
-        for node in nodes:
-            parts = node.all_input_nodes if node.target is torch.ops.aten.cat.default else []
-            if parts and all(map(_is_written_in_place, parts)):
-                self.whole[min(parts, key=order.__getitem__)] = node
-                self.no_memory.update(parts)
+        self.whole = {min(inputs, key=order.__getitem__): node for node, inputs in parts.items()}
+        self.no_memory.update(*parts.values())
 
     def _last_readers(self, nodes: list[Node], order: dict[Node, int]) -> dict[Node, int]:
         """Node -> the position of the node whose kernel reads it last."""
@@ -54,7 +55,8 @@ class Buffers:
         """Let a result take the buffer of an input that nobody reads later."""
         ending: dict[int, list[Node]] = {}
         for node in nodes:
-            if node.op == "call_function" and node not in self.no_memory and made_by(node) is node:
+            own = node.op == "call_function" and node not in self.no_memory and made_by(node) is node
+            if own and node.target is not _CAT:
                 ending.setdefault(last[node], []).append(node)
         for node in nodes:
             if node in self.no_memory or not overwrites(node) or nodes[last[node]].op == "output":

@@ -13,7 +13,9 @@ read in registers, and a called graph would write it to memory.
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch._inductor.config as inductor
@@ -22,6 +24,19 @@ from torch.fx import Graph, GraphModule, Node
 
 from ..private_apis import graph_call, partitioner_ops, written_op
 from .policy import draws_or_writes, made_by
+
+# the kind of device that graphs are made for; None: that of their tensors
+_device: ContextVar[str | None] = ContextVar("device of compiled graphs", default=None)
+
+
+@contextmanager
+def graphs_for(device: str) -> Iterator[None]:
+    """While the block runs, graphs are made for that kind of device, whatever device an estimate's tensors are on."""
+    token = _device.set(device)
+    try:
+        yield
+    finally:
+        _device.reset(token)
 
 
 def copied(graph: Graph, traced: GraphModule, inputs: Sequence[Node], before: Node) -> list[Node]:
@@ -54,7 +69,7 @@ def can_call(traced: GraphModule) -> bool:
 
 
 def _is_fixed_on_cpu(x: Tensor) -> bool:
-    return x.device.type == "cpu" and all(type(size) is int for size in (*x.shape, *x.stride()))
+    return (_device.get() or x.device.type) == "cpu" and all(type(size) is int for size in (*x.shape, *x.stride()))
 
 
 def between_functions(x: Node) -> Node | None:

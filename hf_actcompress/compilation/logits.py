@@ -12,6 +12,7 @@ from torch.fx import Graph, Node
 
 from .calls import can_call, in_memory
 from .ordering import after
+from .padding import without_padding
 from .pieces import ONES, ROWS, START, STARTS, TOTAL, Given, Piece, Shared, Sinks, is_by_column, wide_dtype
 from .policy import LOGITS, hint
 
@@ -30,12 +31,22 @@ def divide_logits(graph: Graph) -> None:
     The weight's gradient is made of the same sums as before. The hidden states' gradient is a sum of one product per
     piece.
     """
-    for node in list(graph.nodes):
-        if LOGITS in node.meta and node.op == "call_function" and _is_large(node):
-            sinks = _sinks(node)
-            if sinks:
-                _Pieces(graph, node, sinks).insert()
+    for node in _large_logits(graph):
+        sinks = _sinks(node)
+        if sinks:
+            _Pieces(graph, node, sinks).insert()
     graph.eliminate_dead_code()
+
+
+def take_out_padding(graph: Graph) -> None:
+    """Make the products around large logits without the padding that Inductor has added. It comes first of all."""
+    for node in _large_logits(graph):
+        without_padding(graph, node)
+    graph.eliminate_dead_code()
+
+
+def _large_logits(graph: Graph) -> list[Node]:
+    return [node for node in graph.nodes if LOGITS in node.meta and node.op == "call_function" and _is_large(node)]
 
 
 def _is_large(logits: Node) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 from torch.fx import GraphModule
 
 from ..private_apis import min_cut_partition, replace_random
-from .logits import divide_logits
+from .logits import divide_logits, take_out_padding
 from .ordering import order_weights
 from .packing import pack_saved
 from .policy import apply_policy, has_marks
@@ -36,6 +36,7 @@ def partition(
     forward, backward = divide(joint, inputs, num_fwd_outputs=num_fwd_outputs, **kwargs)
     if marked:
         if inductor:
+            take_out_padding(backward.graph)
             order_weights(backward.graph)
             divide_logits(backward.graph)
         pack_saved(forward, backward, num_fwd_outputs, calls=inductor)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ....compilation.calls import graphs_for
 from ....compilation.observation import observed
 from ....errors import ModelConfigError
 from ....private_apis import FakeTensorMode, run_backward
@@ -43,7 +44,8 @@ class CompiledStep:
         def capture(graph: Any, inputs: Any, **options: Any) -> Callable[..., Any]:
             return self._first_call(backend(graph, inputs))
 
-        with CudaCalls() if setting.cuda else nullcontext(), setting.autocast_context():
+        calls = CudaCalls() if setting.cuda else nullcontext()
+        with graphs_for("cuda" if setting.cuda else "cpu"), calls, setting.autocast_context():
             try:
                 compiled = torch.compile(of_its_own_code(model), backend=capture, fullgraph=True, dynamic=False)
                 loss = loss_of(compiled(**batch))
