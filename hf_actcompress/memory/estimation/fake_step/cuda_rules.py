@@ -110,14 +110,15 @@ def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _cross_entropy(input: Tensor, target: Tensor, weight: Tensor | None = None, **options: Any) -> Tensor:
-    """Autocast casts the log-probabilities for the loss, not the logits. Smoothed labels are not handled.
+    """Autocast casts the log-probabilities for the loss, not the logits. Only class indices without smoothing count so.
 
     A patched head's logits have a function of their own.
     """
-    smoothing = options.pop("label_smoothing", 0.0)
-    half = input.dtype in (torch.float16, torch.bfloat16)
-    if not (torch.is_autocast_enabled("cpu") and half) or smoothing or getattr(input, "deferred", False):
-        return functional.cross_entropy(input, target, weight, label_smoothing=smoothing, **options)
+    half = torch.is_autocast_enabled("cpu") and input.dtype in (torch.float16, torch.bfloat16)
+    indices = input.dim() > 1 and not target.is_floating_point()
+    if not (half and indices) or options.get("label_smoothing") or getattr(input, "deferred", False):
+        return functional.cross_entropy(input, target, weight, **options)
+    options.pop("label_smoothing", None)
     with torch.autocast("cpu", enabled=False):
         log_probabilities = torch.log_softmax(input, 1)
         return functional.nll_loss(log_probabilities.float(), target, weight, **options)
