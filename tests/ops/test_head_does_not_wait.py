@@ -16,6 +16,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
 from transformers.trainer_pt_utils import LabelSmoother
 
 from hf_actcompress import ops
+from hf_actcompress.memory.estimation.fake_step.cuda_rules import CudaCalls
 from hf_actcompress.reference.device_rules import under_rules
 from tests.on_device import OnDevice
 from tests.ops.loss_head_problem import problem, wide
@@ -121,7 +122,9 @@ def test_no_op_hands_values_to_the_host(name: str, mode: str, keep: bool, target
         found = result(leaves, True)
     assert waits.found == []
     if name != "nothing counts" and targets == 1:
-        expected = result(leaves, False)
+        # a GPU's autocast casts other tensors of a loss than a CPU's
+        with CudaCalls():
+            expected = result(leaves, False)
         assert_within_law(found[1:], expected[1:], result(wide(leaves), False)[1:])
 
 
