@@ -10,14 +10,14 @@ that other work on the machine affects all modes alike. The times are medians ov
 each mode; on a CPU they are CPU seconds of all threads, and the least of them counts. Gradient errors and kept bytes
 per layer are those of the same model with few layers. "peak MiB" is above weights and gradients, in a step that adds
 to the gradients of the step before; "with new gradients" is above the weights alone, in a step that makes the
-gradients, as after `zero_grad()`. A compiled backward returns all gradients at once, so its first peak counts them
-twice. A mode that should be exact and whose gradients differ gets no speed figure, and the command fails. Suite
-"largest": the largest batch that trains with AdamW on a card of each size, and its tokens/s; on a CPU the bytes are
-counted instead. Suite "bytes", for compiled modes: kept bytes, peak, error against fp64 (without dropout) and the CPU
-seconds of the first step with empty caches; --resume continues after the results in --out. Suite "host": what
-recipes/host_time.py measures, per layer of tiny models of the same families, in the modes of the benchmark. Writes
-benchmark.jsonl (one record per result) and benchmark.md after each mode and each round, and benchmark.png at the end.
-recipes/benchmark_kernels.py measures single kernels.
+gradients, as after `zero_grad()`. A compiled backward returns all gradients at once, so its "peak MiB" contains them
+beside those of the step before. A mode that should be exact and whose gradients differ gets no speed figure, and the
+command fails. Suite "largest": the largest batch that trains with AdamW on a card of each size, and its tokens/s; on
+a CPU the bytes are counted instead. Suite "bytes", for compiled modes: kept bytes, peak, error against fp64 (without
+dropout) and the CPU seconds of the first step with empty caches; --resume continues after the results in --out. Suite
+"host": what recipes/host_time.py measures, per layer of tiny models of the same families, in the modes of the
+benchmark. Writes benchmark.jsonl (one record per result) and benchmark.md after each mode and each round, and
+benchmark.png at the end. recipes/benchmark_kernels.py measures single kernels.
 """
 
 import argparse

@@ -39,7 +39,10 @@ def divide_logits(graph: Graph) -> None:
 
 
 def take_out_padding(graph: Graph) -> None:
-    """Make the products around large logits without the padding that Inductor has added. It comes first of all."""
+    """Make the products around large logits without the padding that Inductor has added.
+
+    It runs before the other passes over a backward graph, because these know the products only without padding.
+    """
     for node in _large_logits(graph):
         without_padding(graph, node)
     graph.eliminate_dead_code()

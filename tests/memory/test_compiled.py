@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from hf_actcompress import estimate, kept_bytes, measure_step, memory_report, patch_model
+from hf_actcompress.compilation.buffers import Buffers
 from hf_actcompress.errors import ModelConfigError, UnknownOptionError
 from tests.slopes import gpt2, llama
 
@@ -41,6 +43,17 @@ def _inductor(model: Any) -> tuple[int, int]:
 
     step()
     return kept_bytes(lambda: compiled(**batch), "cpu"), measure_step(step, "cpu").peak_bytes
+
+
+def test_a_concatenation_that_products_write_takes_memory() -> None:
+    """As the gradient of a tied head does, which is made in pieces and added to the embedding's."""
+    x = torch.ones(4, 4)
+    graph = make_fx(lambda a, b: torch.cat([a @ b, b @ a]) + 1)(x, x).graph
+    (cat,) = (node for node in graph.nodes if node.target is torch.ops.aten.cat.default)
+    plan = Buffers(graph)
+    assert cat not in plan.no_memory
+    assert plan.no_memory.issuperset(cat.all_input_nodes)
+    assert [*plan.whole.items()] == [(cat.all_input_nodes[0], cat)]
 
 
 @pytest.mark.parametrize("case", ["llama stock", "llama int8", "gpt2 exact, dropout"])

@@ -109,9 +109,10 @@ class Search:
         little, and what it gives may run out of memory. A safe line starts at the bytes without any activations, and
         rises too much if anything.
         """
-        if not self._points:
+        points = self._points[-1:] if safe else self._points
+        if not points:
             return None
-        (b0, p0), (b1, p1) = [(0, self._state), *self._points[-1:]] if safe else [(0, self._state), *self._points][-2:]
+        (b0, p0), (b1, p1) = [(0, self._state), *points][-2:]
         if p1 <= p0:
             return None
         return b0 + int((aim - p0) * (b1 - b0) // (p1 - p0))

@@ -110,9 +110,9 @@ def _additive(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _cross_entropy(input: Tensor, target: Tensor, weight: Tensor | None = None, **options: Any) -> Tensor:
-    """Autocast casts the log-probabilities for the loss, not the logits. Only class indices without smoothing count so.
+    """Autocast casts the log-probabilities for the loss, not the logits.
 
-    A patched head's logits have a function of their own.
+    Class probabilities and smoothed labels are left to torch, and a patched head's logits to their own function.
     """
     half = torch.is_autocast_enabled("cpu") and input.dtype in (torch.float16, torch.bfloat16)
     indices = input.dim() > 1 and not target.is_floating_point()
