@@ -26,7 +26,7 @@ from ..private_apis import without_dispatch_modes
 from ..roles import Role
 from .eager_attention import eager_function_of
 from .function_copies import GlobalsCopy, copy_of_forward, names_read_by, read_global
-from .probe import REFUSALS, undisturbed
+from .probe import undisturbed
 
 NAME = "eager_attention_forward"
 _Eager = Callable[..., tuple[Tensor, Tensor | None]]
@@ -115,7 +115,7 @@ def _has_apart_rows(module: Any) -> bool:
         try:
             with torch.device("cpu"), without_dispatch_modes():
                 _apart[kind] = _are_apart(module, eager_function_of(kind))
-        except REFUSALS:
+        except Exception:
             _apart[kind] = False
     return _apart[kind]
 

@@ -18,7 +18,7 @@ from ..modules.base import patch_instance
 from ..modules.experts import GROUPED, ExpertsMixin, ExpertsSettings
 from ..roles import Role
 from .grouped_products import GROUPED_PRODUCTS
-from .probe import DTYPES, REFUSALS, same_bits, undisturbed
+from .probe import DTYPES, same_bits, undisturbed
 from .sites import Declined, Site
 
 _FLAGS = ("has_gate", "has_bias", "is_transposed", "has_post_expert_norm", "_is_expert_parallel")
@@ -87,7 +87,7 @@ def _same_as_stock() -> bool:
                 for dtype in DTYPES[:2]
                 for routing in {dtype, torch.float32}
             )
-    except REFUSALS:
+    except Exception:
         return False
 
 

@@ -28,7 +28,7 @@ def output_layers(model: nn.Module) -> tuple[nn.Module, ...]:
         return ()
     try:
         head = model.get_output_embeddings()
-    except (AttributeError, NotImplementedError):  # some models without a head raise instead of returning None
+    except Exception:  # some models without a head raise instead of returning None
         return ()
     if not isinstance(head, nn.Module):
         return ()

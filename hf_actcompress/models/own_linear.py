@@ -12,7 +12,7 @@ from ..modules.base import Settings
 from ..modules.leaves import OwnLinearMixin
 from ..private_apis import FakeTensor
 from ..roles import Role
-from .probe import REFUSALS, undisturbed
+from .probe import undisturbed
 from .sites import Declined, Site
 
 # features of a copy that a layer is tried on
@@ -43,7 +43,7 @@ def _is_linear(module: nn.Linear) -> bool:
             x = torch.linspace(-1, 1, weight.size(1)).to(weight)[None]
             y = type(module).forward(module, x)
             expected = nn.functional.linear(x, weight, module.bias)
-    except REFUSALS:
+    except Exception:
         return False
     return isinstance(y, Tensor) and y.shape == expected.shape and torch.allclose(y, expected, rtol=0.02, atol=0.02)
 

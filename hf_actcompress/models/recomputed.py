@@ -20,7 +20,7 @@ from ..modules.base import Settings
 from ..modules.recomputed import BatchNormMixin, RecomputedMixin
 from ..records import storage_sizes
 from ..roles import Role
-from .probe import DTYPES, REFUSALS, bare_copy, probe_rows, same_bits, takes_one_tensor, undisturbed
+from .probe import DTYPES, bare_copy, probe_rows, same_bits, takes_one_tensor, undisturbed
 from .sites import Site
 
 # ops that are as cheap as pointwise ones, beside those that torch tags as pointwise and views
@@ -105,7 +105,7 @@ def _may_run_again(module: nn.Module, x: Tensor) -> bool:
                 return False
             if first.untyped_storage()._cdata == given.untyped_storage()._cdata or first.numel() != _held_by(first):
                 return False
-    except REFUSALS:
+    except Exception:
         return False
     return bool(seen.computed)
 
@@ -128,8 +128,11 @@ def _keeps_as_much(module: nn.Module, x: Tensor) -> bool:
     for p in probe._parameters.values():
         if p is not None:
             p.requires_grad_()
-    with torch.enable_grad(), saved_tensors_hooks(pack, lambda saved: saved):
-        y = probe(x.clone().requires_grad_())
+    try:
+        with torch.enable_grad(), saved_tensors_hooks(pack, lambda saved: saved):
+            y = probe(x.clone().requires_grad_())
+    except Exception:
+        return False
     return sum(sizes.values()) >= x.nbytes and y.requires_grad
 
 

@@ -11,7 +11,7 @@ from ..methods.norm_output.reference import rms_norm_output_reasons
 from ..modules.leaves import RMSNormMixin, RMSNormSettings
 from ..reference import RMS_NORM_FORMULAS, rms_norm_fwd
 from ..roles import Role
-from .probe import DTYPES, REFUSALS, asked_once, bare_copy, probe_rows, same_bits, takes_one_tensor, undisturbed
+from .probe import DTYPES, asked_once, bare_copy, probe_rows, same_bits, takes_one_tensor, undisturbed
 from .sites import Declined, Site, norm_keeps
 
 # dtypes of input and weight; None for the weight of a norm without one
@@ -100,7 +100,7 @@ def _stock_values(
                 with undisturbed():
                     # the module is not called, because the user's hooks must not see our probe
                     y = type(probe).forward(probe, x.clone())
-            except REFUSALS:
+            except Exception:
                 continue
             if isinstance(y, Tensor):
                 found[dtype, weight_dtype] = x, stand_in, y

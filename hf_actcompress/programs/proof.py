@@ -19,7 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 from transformers import DynamicCache, EncoderDecoderCache
 
-from ..models.probe import REFUSALS, same_bits
+from ..models.probe import same_bits
 from ..modules.base import PatchedModule, patch_instance, stock_type, unpatch_instance
 from ..modules.checkpoint import CHECKPOINT_FUNCTION
 from ..private_apis import FakeTensor, without_dispatch_modes
@@ -56,7 +56,9 @@ def proved(layer: nn.Module, autocast: torch.dtype | None) -> Tape:
 def _proved(layer: nn.Module, autocast: torch.dtype | None) -> Tape:
     try:
         tape = tape_of(layer, autocast)
-    except REFUSALS as error:
+    except NotStraight:
+        raise
+    except Exception as error:
         raise NotStraight(f"its code cannot be recorded: {type(error).__name__}: {str(error)[:100]}") from error
     weights = tuple((w.dtype, w.requires_grad) for w in layer.parameters())
     key = stock_type(layer), tape.key(sizes=False), weights, _device(layer), autocast, _is_estimated(layer)
@@ -85,7 +87,7 @@ def _answer(layer: nn.Module, tape: Tape, autocast: torch.dtype | None) -> tuple
         small_tape = tape_of(small, autocast)
     except NotStraight as reason:
         return str(reason)
-    except REFUSALS as error:
+    except Exception as error:
         return f"a small layer of its kind cannot be recorded: {type(error).__name__}: {str(error)[:100]}"
     if small_tape.key(sizes=False) != tape.key(sizes=False):
         return "a small layer of its kind does something else than it"
@@ -139,7 +141,7 @@ def _difference(leaves: nn.Module, tape: Tape, autocast: torch.dtype | None) -> 
     for calls, case in enumerate(cases, 1):
         try:
             expected, by_leaf, found = (_step(m, tape, case, autocast) for m in (stock, leaves, programs))
-        except REFUSALS as error:
+        except Exception as error:
             return f"it cannot be tried: {type(error).__name__}: {str(error)[:100]}"
         if not same_bits(found[0], expected[0]):
             return f"its forward is not what has been recorded of it (found by a numeric probe{_of(case)})"

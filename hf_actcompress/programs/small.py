@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..models.probe import REFUSALS
 from ..modules.adapter import AdapterMixin
 from ..modules.base import HOOKS, settings_of, stock_type
 from ..roles import Role
@@ -50,7 +49,9 @@ def small_layer(layer: nn.Module, device: torch.device) -> nn.Module:
             if CHECKPOINTED in vars(module):
                 vars(module)[CHECKPOINTED] = False
         return small
-    except REFUSALS as error:
+    except NotStraight:
+        raise
+    except Exception as error:
         what = f"{type(error).__name__}: {str(error)[:100]}"
         raise NotStraight(f"no small layer of its kind can be made to try it: {what}") from error
 

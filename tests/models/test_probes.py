@@ -207,3 +207,59 @@ def test_gated_mlps_are_asked_once_for_each_config_kind_of_child_and_size() -> N
     assert len(answers) == 4
     assert found == [find_gated_mlp(mlp, PRESETS["exact"]) for mlp in mlps]
     assert isinstance(found[0], Site) and isinstance(found[4], Declined)
+
+
+class OwnError(Exception):
+    """An error of a model's own."""
+
+
+ERRORS = [AssertionError, ImportError, ZeroDivisionError, OSError, OwnError, RuntimeError, StopIteration]
+
+
+def refusing(stock: type[nn.Module], error: type[Exception]) -> type[nn.Module]:
+    """A subclass whose forward raises that error for every shape but the one of this test's batch."""
+
+    def forward(self: Any, hidden_states: Tensor) -> Tensor:
+        if hidden_states.shape[:2] != (3, 7):
+            raise error("this shape is none of mine")
+        return stock.forward(self, hidden_states)
+
+    return type(f"Refusing{stock.__name__}", (stock,), {"forward": forward})
+
+
+@pytest.mark.parametrize("error", ERRORS)
+@pytest.mark.parametrize("kind", [LlamaRMSNorm, LlamaMLP, nn.SiLU, nn.Linear, nn.LayerNorm, nn.Module])
+def test_a_module_that_raises_on_a_probe_is_left_alone(kind: type[nn.Module], error: type[Exception]) -> None:
+    made = {
+        LlamaMLP: (LlamaConfig(hidden_size=WIDTH, intermediate_size=WIDTH, num_attention_heads=4),),
+        nn.Linear: (WIDTH, WIDTH),
+        nn.SiLU: (),
+        nn.Module: (),
+    }.get(kind, (WIDTH,))
+    part = refusing(kind, error)(*made) if kind is not nn.Module else _Doubles(error)
+    stock = nn.Sequential(nn.Linear(WIDTH, WIDTH), part, nn.Linear(WIDTH, WIDTH))
+    same_as_stock(stock, torch.randn(3, 7, WIDTH))
+
+
+class _Doubles(nn.Module):
+    """A cheap function of its input that takes one shape alone."""
+
+    def __init__(self, error: type[Exception]) -> None:
+        super().__init__()
+        self.error = error
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[:2] != (3, 7):
+            raise self.error("this shape is none of mine")
+        return (2 * x).tanh() * x
+
+
+@pytest.mark.parametrize("error", ERRORS)
+def test_a_module_that_raises_where_gradients_are_recorded_is_left_alone(error: type[Exception]) -> None:
+    class Refusing(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            if torch.is_grad_enabled() and x.shape[:2] != (3, 7):
+                raise error("this shape is none of mine")
+            return (2 * x).tanh() * x
+
+    same_as_stock(nn.Sequential(nn.Linear(WIDTH, WIDTH), Refusing()), torch.randn(3, 7, WIDTH))
