@@ -65,23 +65,24 @@ def _ours(stock: _Eager) -> _Eager:
     ) -> tuple[Tensor, Tensor | None]:
         if not isinstance(attention_mask, ops.PackedMask):
             return stock(module, query, key, value, attention_mask, **kwargs)
-        own = ops.OwnWeights(module, children=False)
+        weights = [w for w in module._parameters.values() if w is not None]
         shape = attention_mask.shape[0], attention_mask.shape[-1]
         fits = all((x.size(0), x.size(2)) == shape for x in (query, key, value))
-        plain = not torch.is_grad_enabled() or recording(query, key, value, *own.tensors)
+        plain = not torch.is_grad_enabled() or recording(query, key, value, *weights)
         read = _read(stock, kwargs)
         if not fits or not plain or read is None or kwargs.get("dropout"):
             return stock(module, query, key, value, attention_mask.values(), **kwargs)
         settings = settings_of(module)
-        attend = partial(_of_rows, stock, module, read)
+        of_module = partial(partial, _of_rows, stock, read)
+        own = ops.Snapshot(module, of_module, weights="own")
         codec = IDENTITY if settings is None else settings.codec
-        return ops.attention_rows(attend, attention_mask, query, key, value, own, codec=codec), None
+        return ops.attention_rows(of_module(module), attention_mask, query, key, value, own, codec=codec), None
 
     return eager_attention_forward
 
 
 def _of_rows(
-    stock: _Eager, module: nn.Module, kwargs: dict[str, Any], q: Tensor, k: Tensor, v: Tensor, mask: Tensor
+    stock: _Eager, kwargs: dict[str, Any], module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor
 ) -> Tensor:
     return stock(module, q, k, v, mask, **kwargs)[0]
 

@@ -99,6 +99,11 @@ def stock_type(module: nn.Module) -> type[nn.Module]:
     return module.stock_class if isinstance(module, PatchedModule) else type(module)
 
 
+def code_of(module: PatchedModule) -> Callable[..., Any]:
+    """The stock forward of a patched module, for a snapshot that runs it on copies of the module."""
+    return module.stock_forward()
+
+
 def _new(mixin: type, stock_class: Any) -> nn.Module:
     cls = patched_class(mixin, stock_class)
     module: nn.Module = cls.__new__(cls)

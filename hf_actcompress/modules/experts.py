@@ -86,7 +86,8 @@ class ExpertsMixin(ModuleMixin):
         products = self.actcompress.products
         x = _gathered(hidden, tokens, up[0].dtype)
         both = products.forward(x, up[0], offsets, None if up[1] is None else up[1][experts])
-        h = ops.recomputed(both, self._apply_gate if self.has_gate else self.act_fn, codec=codec)
+        code = _gate_of if self.has_gate else _activation_of
+        h = ops.recomputed(both, code(self), ops.Snapshot(self, code, weights="none"), codec=codec)
         y = ops.experts_down(h, down[0], down[1], routing, experts, offsets, products, codec=codec)
         back = torch.empty_like(order)
         back[order] = torch.arange(order.size(0), device=order.device)
@@ -98,6 +99,14 @@ class ExpertsMixin(ModuleMixin):
         counted = experts.float() if experts.device.type in ("cpu", "mps") else experts.int()
         counts = torch.histc(counted, bins=self.num_experts, min=0, max=self.num_experts - 1)
         return torch.cumsum(counts, dim=0, dtype=torch.int32)
+
+
+def _gate_of(module: Any) -> Any:
+    return module._apply_gate
+
+
+def _activation_of(module: Any) -> Any:
+    return module.act_fn
 
 
 def _weight(module: Any, name: str) -> Any:

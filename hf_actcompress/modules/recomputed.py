@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..records import declare, stored_exact, whole_record_of
-from .base import ModuleMixin, is_sharded, keeps_for_backward, only_tensor
+from .base import ModuleMixin, code_of, is_sharded, keeps_for_backward, only_tensor
 
 
 class RecomputedMixin(ModuleMixin):
@@ -20,7 +20,7 @@ class RecomputedMixin(ModuleMixin):
         x, settings = only_tensor(args, kwargs), self.actcompress
         if x is None or settings is None or torch.compiler.is_compiling() or is_sharded(self):
             return super().forward(*args, **kwargs)
-        own = ops.OwnWeights(self, buffers=True)
+        own = ops.Snapshot(self, code_of, buffers=True)
         if not x.is_floating_point() or not x.numel() or not keeps_for_backward(x, *own.tensors):
             return super().forward(*args, **kwargs)
         return ops.recomputed(x, self.stock_forward(), own, codec=settings.codec)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from .. import ops
 from ..private_apis import transforms_or_export
-from ..records import current
+from ..records import current, stock_only
 from .base import ModuleMixin, PatchedModule, Settings, has_hooks, is_sharded, keeps_for_backward, only_tensor
 
 _LORA = "peft.tuners.lora.layer"
@@ -39,19 +40,20 @@ class TiledMixin(ModuleMixin):
         x = only_tensor(args, kwargs)
         if x is None or x.dim() < 2 or not x.numel() or not x.is_floating_point() or not self._may_be_tiled():
             return self.whole(*args, **kwargs)
-        own = ops.OwnWeights(self)
+        weights = [w for part in self.modules() for w in part._parameters.values()]
         # without gradients there is one reason for tiles: the memory inside of the MLP, if there are several tiles
         inside = current.stock_only or transforms_or_export()
         saves = not torch.is_grad_enabled() and x[..., 0].numel() > settings.tile and not inside
-        if not saves and not keeps_for_backward(x, *own.tensors):
+        if not saves and not keeps_for_backward(x, *weights):
             return self.whole(*args, **kwargs)
-        return ops.tiled(x, self.stock_forward(), settings.tile, own, unread=self._unread(), codec=settings.codec)
+        own = ops.Snapshot(self, _tile_of)
+        return ops.tiled(x, self.stock_forward(), settings.tile, own, codec=settings.codec)
 
     def whole(self, *args: Any, **kwargs: Any) -> Any:
         """All rows at once."""
         return self.stock_forward()(*args, **kwargs)
 
-    def _unread(self) -> nn.Module | None:
+    def unread(self) -> nn.Module | None:
         """The layer on whose output no gradient depends: the last one, or the base layer in it if it is plain LoRA."""
         assert self.actcompress is not None
         last: Any = self._modules.get(self.actcompress.last)
@@ -65,3 +67,14 @@ class TiledMixin(ModuleMixin):
         if torch.compiler.is_compiling() or current.call is not None:
             return False
         return not any(is_sharded(part) or (part is not self and has_hooks(part)) for part in self.modules())
+
+
+def _tile_of(module: TiledMixin) -> Callable[[Tensor], Tensor]:
+    """The code that runs in backward, for its gradients alone."""
+
+    def run(x: Tensor) -> Tensor:
+        with stock_only(module.unread()):
+            y: Tensor = module.stock_forward()(x)
+        return y
+
+    return run

@@ -25,16 +25,16 @@ from .deferred_logits import DeferredLogits, plain
 from .experts import experts_down
 from .gated_mlp import gated_product
 from .heads import tokens_first
-from .own_weights import OwnWeights
 from .packed_mask import PackedMask
 from .region import Region, region_in_progress
+from .snapshot import Snapshot
 
 __all__ = [
     "DeferredLogits",
     "LinearSource",
-    "OwnWeights",
     "PackedMask",
     "Region",
+    "Snapshot",
     "activation",
     "attention_rows",
     "cast",

@@ -14,9 +14,9 @@ from ..reference.mask_rows import MaskRows
 from ..reference.tiles import tiles
 from .autocast import SameAutocast
 from .first_order import once_differentiable
-from .own_weights import NO_WEIGHTS, OwnWeights, alias
 from .packed_mask import PackedMask
 from .region import result_in_region
+from .snapshot import Snapshot, alias, of_function
 
 # stock's call: (some rows of queries, all keys, all values, these rows of the mask) -> [B, rows, H, D]
 _Attend = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -30,13 +30,13 @@ class AttentionRowsFunction(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, attend: _Attend, mask: PackedMask, step: int, q: Tensor, k: Tensor, v: Tensor, codec: Codec,
-        own: OwnWeights, *weights: Tensor,
+        own: Snapshot, *weights: Tensor,
     ) -> Tensor:  # fmt: skip
         (out,) = result_in_region(lambda: (_in_rows(attend, mask, step, q, k, v),))
         bounds = mask.bounds()
         records = [whole_record_of(x, codec) for x in (q, k, v)]
         save(ctx, *records, None if bounds is None else stored_exact(bounds), *map(stored_exact, weights))
-        ctx.attend, ctx.own = SameAutocast(attend, q), own
+        ctx.again = SameAutocast(own.run, q)
         ctx.mask, ctx.step = (mask.sequences, mask.window, mask.dtype), step
         return out
 
@@ -53,8 +53,8 @@ class AttentionRowsFunction(torch.autograd.Function):
         sums = [_zeros(x) if wanted else None for x, wanted in zip(shared, needed[1:], strict=True)]
         for rows in tiles(q, ctx.step):
             leaves = [alias(x, wanted) for x, wanted in zip((q[:, :, rows], *shared), needed, strict=True)]
-            with torch.enable_grad(), ctx.own.read_as(leaves[3:]):
-                out = ctx.attend(*leaves[:3], mask(rows.start, rows.stop))
+            with torch.enable_grad():
+                out = ctx.again(leaves[3:], *leaves[:3], mask(rows.start, rows.stop))
             found = torch.autograd.grad(out, [x for x in leaves if x.requires_grad], dout[:, rows], allow_unused=True)
             del out
             grads = iter(found)
@@ -97,7 +97,7 @@ def attention_rows(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    own: OwnWeights = NO_WEIGHTS,
+    own: Snapshot | None = None,
     *,
     step: int | None = None,
     codec: Codec = IDENTITY,
@@ -109,7 +109,8 @@ def attention_rows(
         mask: Which tokens see which. Its values are computed only for the rows of one call at a time.
         q: ``[B, H, T, D]``.
         k, v: ``[B, Hkv, T, D]``.
-        own: The weights that `attend` reads besides its arguments, such as gpt-oss's sinks.
+        own: The module whose attention that is, as it is now, and its weights, such as gpt-oss's sinks. Its code runs
+            in backward. None: no module is read.
         step: How many queries at a time; None: by the size of their scores.
         codec: How q, k and v are stored.
 
@@ -122,7 +123,7 @@ def attention_rows(
     Gradient:
         Exact: stock's own ops compute each block, and sums over blocks are in fp32. First order only.
     """
-    step = step or _rows_at_a_time(q, k)
+    step, own = step or _rows_at_a_time(q, k), own or of_function(attend)
     if not torch.is_grad_enabled() or not any(x.requires_grad for x in (q, k, v, *own.tensors)):
         # this includes the first run of a layer under reentrant checkpointing
         return result_in_region(lambda: (_in_rows(attend, mask, step, q, k, v),))[0]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .autocast import SameAutocast
 from .first_order import once_differentiable
-from .own_weights import alias
+from .snapshot import alias
 
 # (inputs [B, n, ...] of some tokens, the state before them or None for the first) -> (output, the state after them)
 _Rule = Callable[..., tuple[Tensor, Tensor]]

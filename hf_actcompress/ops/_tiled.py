@@ -22,11 +22,11 @@ from ..reference.tiles import TILE, tiles
 from ._linear import no_view
 from .autocast import SameAutocast
 from .first_order import once_differentiable
-from .own_weights import OwnWeights, alias
+from .snapshot import Snapshot, alias
 
 _Rows = Callable[[Tensor], Tensor]
 _CHANGED = (
-    "a weight of a tiled MLP was written on or exchanged between forward and backward, which computes the MLP again; "
+    "a weight of a tiled MLP was written on between forward and backward, which computes the MLP again; "
     "patch the model with CompressionConfig(tiled_mlp=0)"
 )
 
@@ -59,17 +59,16 @@ class TiledFunction(torch.autograd.Function):
         stock: _Rows,
         tile: int,
         codec: Codec,
-        unread: object,
-        own: OwnWeights,
+        own: Snapshot,
         *weights: Tensor,
     ) -> Tensor:
         ctx.source = x.grad_fn
         if x.grad_fn is None:
             # an input without gradient has no node that could keep it
             save(ctx, record_of(x, codec))
-        ctx.stock, ctx.tile, ctx.own, ctx.unread = SameAutocast(stock, x), tile, own, unread
+        ctx.again, ctx.tile, ctx.own = SameAutocast(own.run, x), tile, own
         before = StateBefore(x.device)
-        y = no_view(_forward(ctx.stock, x, tile))
+        y = no_view(_forward(stock, x, tile))
         ctx.drawn = before if before.has_changed() else None
         return y
 
@@ -79,12 +78,12 @@ class TiledFunction(torch.autograd.Function):
         if not ctx.own.are_the_same():
             raise RuntimeError(_CHANGED)
         x, is_ours = load_one(ctx if ctx.source is None else ctx.source, dy)
-        needed = ctx.needs_input_grad[6:]
+        needed = ctx.needs_input_grad[5:]
         sums = _Sums(ctx.own.tensors, needed, one_tile=_in_rows(x).shape[-2] <= ctx.tile)
         drawn = replayed_rng(ctx.drawn.state, ctx.drawn.device) if ctx.drawn is not None else nullcontext()
-        with ctx.own.read_as(sums.aliases), stock_only(ctx.unread), drawn:
+        with stock_only(), drawn:
             dx = _backward(ctx, x, dy, sums, is_ours)
-        return dx, None, None, None, None, None, *sums.gradients()
+        return dx, None, None, None, None, *sums.gradients()
 
 
 class _Sums:
@@ -153,7 +152,7 @@ def _backward(ctx: Any, x: Tensor, dy: Tensor, sums: _Sums, is_ours: bool) -> Te
     for part in tiles(rows, ctx.tile):
         given = alias(rows[..., part, :], dx is not None)
         with torch.enable_grad():
-            y = ctx.stock(given)
+            y = ctx.again(sums.aliases, given)
         wanted = [t for t in (given, *sums.aliases) if t.requires_grad]
         torch.autograd.backward(y, grads[..., part, :], inputs=wanted)
         if dx is not None:
@@ -161,9 +160,7 @@ def _backward(ctx: Any, x: Tensor, dy: Tensor, sums: _Sums, is_ours: bool) -> Te
     return None if dx is None else dx.view(x.shape)
 
 
-def tiled(
-    x: Tensor, stock: _Rows, tile: int, own: OwnWeights, *, unread: object = None, codec: Codec = IDENTITY
-) -> Tensor:
+def tiled(x: Tensor, stock: _Rows, tile: int, own: Snapshot, *, codec: Codec = IDENTITY) -> Tensor:
     """``stock(x)`` for a function that computes each row of x by itself, `tile` rows at a time.
 
     Args:
@@ -171,9 +168,7 @@ def tiled(
         stock: Stock's code. It gets ``[n, H]`` or ``[1, n, H]`` with n <= tile and returns as many rows. Random numbers
             that it draws are drawn again in backward.
         tile: Rows of a tile, 1 or more.
-        own: The weights that the function reads.
-        unread: A patched linear layer in the function that is followed by linear functions only: its product is left
-            out when the function runs for its gradients.
+        own: The module whose code that is, as it is now, and its weights. Its code runs in backward.
         codec: How x is stored if it has to be.
 
     Returns:
@@ -193,4 +188,4 @@ def tiled(
     if not torch.is_grad_enabled():
         return _forward(stock, x, tile)
     kept = applied(KeptFunction, x, codec) if x.requires_grad else x
-    return applied(TiledFunction, kept, stock, tile, codec, unread, own, *own.tensors)
+    return applied(TiledFunction, kept, stock, tile, codec, own, *own.tensors)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.fx import Node
 
 from ..modules.base import stock_type
-from ..ops.own_weights import alias
+from ..ops.snapshot import alias
 from ..reference import replayed_rng, rng_state
 from .backward import Backward
 from .emit import CallSetting, Emitter

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.fx import Node
 
 from ..modules.base import stock_type
-from ..ops.own_weights import alias
+from ..ops.snapshot import alias
 from .backward import Backward
 from .emit import Emitter, UnderAutocast
 from .step import Operation, Step

@@ -1,0 +1,126 @@
+"""A module as it was in the forward, for ops that run its code again in backward.
+
+Between forward and backward a module may change: `eval()`, another adapter, frozen weights, another rate of dropout,
+`unpatch_model`. So backward does not read the module. It runs a copy of it that is made from a snapshot, with the
+attributes, the children and the weights of the forward.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
+from typing import Any
+
+from torch import Tensor, nn
+
+# hooks have seen the forward, so the copies have none
+_NO_HOOKS: dict[str, Any] = dict.fromkeys(
+    ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"), OrderedDict()
+)
+_CONTAINERS = frozenset({dict, list, set})
+_Code = Callable[[Any], Callable[..., Any]]
+
+
+class Snapshot:
+    """A module and its children as they are now, and the code that runs on copies of them.
+
+    The copies read aliases of the weights, and gradients are those of the aliases. So hooks on the weights see only one
+    gradient, which the op returns, and not the gradients of each run.
+
+    Args:
+        module: The module whose code runs again.
+        code: Takes a copy of the module, and returns the function that runs again.
+        weights: Which weights the op returns gradients for: "all", "own" (not those of children), or "none".
+        buffers: Whether buffers count as weights.
+
+    Attributes:
+        tensors: These weights, each once, in the order of the op's arguments.
+    """
+
+    __slots__ = ("_code", "_index", "_parts", "_versions", "_weights", "tensors")
+
+    def __init__(self, module: nn.Module, code: _Code, weights: str = "all", buffers: bool = False) -> None:
+        self._code = code
+        self.tensors: list[Tensor] = []
+        # by the id of a weight: its place in `tensors`, if it has one
+        self._index: dict[int, int] = {}
+        # by the id of a parameter: the parameter, its data, and whether it wants a gradient
+        self._weights: dict[int, tuple[Tensor, Tensor, bool]] = {}
+        # for each module, the root first: itself, its class and its attributes
+        self._parts: list[tuple[nn.Module, type[nn.Module], dict[str, Any]]] = []
+        self._add(module, {}, {id(module)}, weights, buffers)
+        self._versions = [x._version for x in self.tensors]
+
+    def _add(self, module: nn.Module, configs: dict[int, Any], known: set[int], weights: str, buffers: bool) -> None:
+        state = module.__dict__.copy()
+        for name, value in module.__dict__.items():
+            kind: Any = type(value)
+            if kind in _CONTAINERS:
+                state[name] = value.copy()
+            elif _is_config(kind):
+                if id(value) not in configs:
+                    configs[id(value)] = _copied(kind, value.__dict__)
+                state[name] = configs[id(value)]
+        self._parts.append((module, type(module), state))
+        for x in state["_parameters"].values():
+            if x is not None and id(x) not in self._weights:
+                # the data of now, as stock's views keep it: a later `param.data = ...` changes only the parameter
+                self._weights[id(x)] = x, x.detach() if type(x) is nn.Parameter else x, x.requires_grad
+        if weights != "none":
+            self._count(state["_parameters"].values())
+            self._count(state["_buffers"].values() if buffers else ())
+        for child in state["_modules"].values():
+            if child is not None and id(child) not in known:
+                known.add(id(child))
+                self._add(child, configs, known, "none" if weights == "own" else weights, buffers)
+
+    def _count(self, tensors: Iterable[Tensor | None]) -> None:
+        for x in tensors:
+            if x is not None and id(x) not in self._index:
+                self._index[id(x)] = len(self.tensors)
+                self.tensors.append(x)
+
+    def are_the_same(self) -> bool:
+        """Whether no weight has been modified in place since."""
+        return [x._version for x in self.tensors] == self._versions
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        """Run the code on a copy of the module, with the weights of the forward."""
+        return self.run(None, *args, **kwargs)
+
+    def run(self, others: Sequence[Tensor] | None, /, *args: Any, **kwargs: Any) -> Any:
+        """Run the code on a copy of the module that reads `others` in place of `tensors`; None: aliases of these."""
+        weights = {i: x if data is x else alias(data, needed) for i, (x, data, needed) in self._weights.items()}
+        if others is not None:
+            weights.update((i, others[place]) for i, place in self._index.items())
+        twins = {id(module): _copied(kind, state) for module, kind, state in self._parts}
+        for twin in twins.values():
+            vars(twin).update(_NO_HOOKS)
+            for name, of in (("_parameters", weights), ("_buffers", weights), ("_modules", twins)):
+                vars(twin)[name] = {key: of.get(id(x), x) for key, x in vars(twin)[name].items()}
+        return self._code(next(iter(twins.values())))(*args, **kwargs)
+
+
+def of_function(function: Callable[..., Any]) -> Snapshot:
+    """The same for a function that reads no module."""
+    return Snapshot(nn.Module(), lambda _: function)
+
+
+@cache
+def _is_config(kind: Any) -> bool:
+    """Whether it is a class of configs: dataclasses whose values may change."""
+    how = getattr(kind, "__dataclass_params__", None)
+    return how is not None and not (how.frozen or issubclass(kind, dict))
+
+
+def _copied(kind: Any, state: dict[str, Any]) -> Any:
+    """An object of that class with these attributes."""
+    twin = kind.__new__(kind)
+    vars(twin).update(state)
+    return twin
+
+
+def alias(x: Tensor, needed: bool) -> Tensor:
+    """A leaf with x's data."""
+    return x.detach().requires_grad_(needed)
