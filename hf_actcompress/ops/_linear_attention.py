@@ -31,7 +31,7 @@ class LinearAttentionFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dout: Tensor | None, dstate: Tensor | None) -> tuple[Tensor | None, ...]:
         inputs, needed = ctx.saved_tensors, ctx.needs_input_grad[2:]
-        grads = [torch.zeros_like(x) if wanted else None for x, wanted in zip(inputs, needed, strict=True)]
+        grads: list[Tensor | None] = [None] * len(inputs)
         # all segments, also of inputs without data, because backward holds one more state for each segment
         parts = [slice(start, start + ctx.step) for start in range(0, inputs[0].size(1), ctx.step)]
         before: list[Tensor | None] = [None]
@@ -49,9 +49,11 @@ class LinearAttentionFunction(torch.autograd.Function):
             ys, dys = zip(*given, strict=True)
             results = iter(torch.autograd.grad(ys, wanted, dys, allow_unused=True))
             del found, after, pairs, given, ys
-            for dx in grads:
-                if dx is not None and (result := next(results)) is not None:
+            for i, x in enumerate(inputs):
+                if needed[i] and (result := next(results)) is not None:
+                    dx = torch.zeros_like(x) if (known := grads[i]) is None else known
                     dx[:, part] = result
+                    grads[i] = dx
             dstate = None if start is None else next(results)
         return None, None, *grads
 

@@ -40,7 +40,6 @@ class RopeFunction(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         save(ctx, stored_exact(cos), stored_exact(sin))
         ctx.dtypes = q.dtype, k.dtype
-        ctx.set_materialize_grads(False)
         q_out, k_out = (implementation("rope_fwd", x)(x, cos, sin) for x in (q, k))
         for x, y in ((q, q_out), (k, k_out)):
             _declare(y, x, cos, sin)

@@ -17,15 +17,20 @@ _MESSAGE = (
 )
 
 
-def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
+def once_differentiable(backward: Callable[..., Any], always: bool = False) -> Callable[..., Any]:
     """A backward that runs without autograd, and whose gradients raise when they are differentiated again.
 
     torch's decorator of that name does so only if an incoming gradient requires grad. The gradient of the loss does
     not, and then ``create_graph=True`` silently gives second derivatives without the terms of this op.
+
+    Where no output has a gradient, no input gets one: autograd runs the nodes below a tensor that has none, too, and
+    stock's nodes pass None on. The backward is called then only if it asks for that with `always`.
     """
 
     @wraps(backward)
     def once(ctx: Any, *grads: Tensor | None) -> Any:
+        if not always and grads.count(None) == len(grads):
+            return (None,) * len(ctx.needs_input_grad)
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return backward(ctx, *grads)
         with torch.no_grad():

@@ -24,11 +24,12 @@ from ..records import current, saved_next
 from ..reference import replayed_rng, rng_state
 from .computation import Computation
 from .emit import CallSetting
-from .handing import Heads, with_heads
+from .handing import Heads, no_views, with_heads
 from .keeping import Outside, opened, put_together, taken_apart
 from .left_out import LeftOut
+from .partial_gradients import PartialGradients
 from .plan import ProgramPlan, assembled, both_ways, forward_of, writing
-from .stages import Stages, run_backward, running
+from .stages import Stages, no_gradients, run_backward, running
 
 # the options that a plain checkpoint may have
 _PLAIN = {"use_reentrant": False, "preserve_rng_state": True}
@@ -104,7 +105,7 @@ class CheckpointedFunction(torch.autograd.Function):
         assert x is not None
         state = rng_state(x.device) if made.draws else None
         with running(made.plan.differentiates):
-            outputs = made.first(*inputs)
+            outputs = no_views(made.first(*inputs))
         # keep the weights' data of now: a later `param.data = ...` changes only the parameter
         values = [*inputs[:count], *(None if w is None else w.detach() for w in inputs[count:]), state]
         outside = [Outside(0, codec, fewer=True)]
@@ -115,13 +116,19 @@ class CheckpointedFunction(torch.autograd.Function):
         ctx.save_for_backward(*kept)
         ctx.count = len(values)
         ctx.made, ctx.stages, ctx.heads = made, stages, heads
+        ctx.partial = PartialGradients.of(ctx, made.plan, outputs)
         return outputs
 
     @staticmethod
-    @once_differentiable
+    @partial(once_differentiable, always=True)
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        if grads.count(None) == len(grads):
+            return no_gradients(ctx, ctx.stages)
         plan: ProgramPlan = ctx.made.plan
         saved = list(ctx.saved_tensors)
+        without: frozenset[int] = frozenset()
+        if ctx.partial is not None:
+            grads, without = ctx.partial.completed(plan, grads)
         handed = with_heads(grads, ctx.heads, plan.graded)
         if ctx.left is not None:
             ctx.left.check(saved, handed, plan.layouts)
@@ -136,5 +143,5 @@ class CheckpointedFunction(torch.autograd.Function):
             values.reverse()
             values.extend(handed)
             handed.clear()
-        found = run_backward(plan.backward, plan.differentiates, ctx.stages, values, grads)
+        found = run_backward(plan.backward, plan.differentiates, ctx.stages, values, grads, without)
         return (None, None, None, None, None, None, None, *found)

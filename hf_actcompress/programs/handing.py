@@ -16,6 +16,14 @@ LARGE = 2**20
 Heads = dict[int, Tensor]
 
 
+def no_views(outputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """A Function's outputs as autograd may see them: not as views, because somebody may write on them in place.
+
+    An alias by `detach` has the version counter of what it is made from, so a write is still seen.
+    """
+    return tuple([y.detach() if y._is_view() else y for y in outputs])
+
+
 class HeadsHanded(torch.autograd.Function):
     """Returns queries, keys and values as they are. Its backward leaves their gradients in `heads` for the program.
 
@@ -25,13 +33,13 @@ class HeadsHanded(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, heads: Heads, places: Sequence[int], *outputs: Tensor) -> tuple[Tensor, ...]:
         ctx.heads, ctx.places = heads, places
-        # autograd must not see views: the output of a layer may be written in place
+        ctx.set_materialize_grads(False)
         return tuple(y.detach() for y in outputs)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        ctx.heads.update(zip(ctx.places, grads, strict=True))
-        return (None, None, *(g.new_zeros(()).expand(g.shape) for g in grads))
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
+        ctx.heads.update((i, g) for i, g in zip(ctx.places, grads, strict=True) if g is not None)
+        return (None, None, *(None if g is None else g.new_zeros(()).expand(g.shape) for g in grads))
 
 
 def let_go(heads: Heads, place: int, y: Tensor) -> Tensor:

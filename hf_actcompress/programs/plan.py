@@ -92,7 +92,8 @@ class ProgramPlan:
         outside: Which of the kept tensors are activations from outside.
         packs: Whether kept values from inside the program are packed: through a codec, or to some of their rows.
         rebuilt: The outputs that other ops recompute instead of keeping them.
-        optional: Which of the outputs may have no gradient.
+        optional: Which of the outputs may have no gradient while the code runs; the others then get zeros.
+        reached: For each output that wants a gradient: the inputs on which it depends.
         layouts: For each output that wants a gradient, which dimensions hold its tokens: a layout of `left_out`.
         differentiates: Whether the code itself runs autograd. All other code runs below autograd, which costs less.
     """
@@ -108,6 +109,7 @@ class ProgramPlan:
     packs: bool
     rebuilt: tuple[Rebuilt, ...]
     optional: frozenset[int]
+    reached: tuple[frozenset[int], ...]
     layouts: tuple[str | None, ...]
     differentiates: bool
 
@@ -225,6 +227,15 @@ def _made_again(program: Computation, forward: Emitter, backward: Backward) -> d
     return again
 
 
+def _inputs_of(program: Computation, value: int) -> frozenset[int]:
+    """The inputs on which a value depends."""
+    found = {value}
+    for step in reversed(program.steps):
+        if found.intersection(step.outs):
+            found.update(x for x in step.ins if x is not None)
+    return frozenset(x for x in found if x < len(program.metas))
+
+
 def assembled(program: Computation, forward: Emitter, backward: Backward) -> ProgramPlan:
     """The plan that both graphs make."""
     inputs = len(program.metas)
@@ -262,6 +273,7 @@ def assembled(program: Computation, forward: Emitter, backward: Backward) -> Pro
             for i, (made, node) in again.items()
         ),
         frozenset(i for i, value in enumerate(program.outputs) if value in program.optional),
+        tuple(_inputs_of(program, value) for value in program.outputs if value in backward.wanted),
         tuple(program.layouts.get(value) for value in program.outputs if value in backward.wanted),
         any(step.operation.differentiates for step in program.steps),
     )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,11 +23,12 @@ from . import stages
 from .checkpoint import CheckpointedFunction, CheckpointPlan, make_checkpoint_plan
 from .computation import Computation
 from .emit import ESTIMATED, ESTIMATED_CPU, CallSetting
-from .handing import Heads, with_heads
+from .handing import Heads, no_views, with_heads
 from .keeping import know_outside, put_together, taken_apart
 from .left_out import LeftOut
+from .partial_gradients import PartialGradients
 from .plan import ProgramPlan, make_plan
-from .stages import Stages, Stops, run_backward, running, stops_of
+from .stages import Stages, Stops, no_gradients, run_backward, running, stops_of
 
 
 @dataclass
@@ -128,7 +130,8 @@ class ProgramFunction(torch.autograd.Function):
         picks = () if left_out is None else (left_out.picked(x.device),)
         with running(plan.differentiates):
             found = plan.forward(*inputs, *picks)
-        outputs = found[: plan.outputs]
+        outputs = no_views(found[: plan.outputs])
+        found = (*outputs, *found[plan.outputs :])
         pool = (*inputs, *found)
         # keep a weight's data of now, as stock's views do: a later `param.data = ...` changes only the parameter
         kept: list[Any] = [pool[i].detach() if w else pool[i] for i, w in zip(plan.kept, plan.weights, strict=True)]
@@ -145,19 +148,20 @@ class ProgramFunction(torch.autograd.Function):
         saved_next(kept, [x.place for x in plan.outside])
         ctx.save_for_backward(*kept)
         ctx.plan, ctx.stages, ctx.heads = plan, stages, heads
-        if plan.optional:
-            ctx.set_materialize_grads(False)
-            ctx.like = [(outputs[i].shape, outputs[i].dtype) for i in plan.graded]
+        ctx.partial = PartialGradients.of(ctx, plan, outputs)
         if len(plan.graded) < plan.outputs:
             ctx.mark_non_differentiable(*(y for i, y in enumerate(outputs) if i not in plan.graded))
         return outputs
 
     @staticmethod
-    @once_differentiable
+    @partial(once_differentiable, always=True)
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        if grads.count(None) == len(grads):
+            return no_gradients(ctx, ctx.stages)
         plan, saved = ctx.plan, list(ctx.saved_tensors)
-        if plan.optional:
-            grads = tuple(_with_zeros(plan, ctx.like, grads))
+        without: frozenset[int] = frozenset()
+        if ctx.partial is not None:
+            grads, without = ctx.partial.completed(plan, grads)
         handed = with_heads(grads, ctx.heads, plan.graded)
         if ctx.left is not None:
             ctx.left.check(saved, handed, plan.layouts)
@@ -169,15 +173,5 @@ class ProgramFunction(torch.autograd.Function):
         saved.reverse()
         saved.extend(handed)
         handed.clear()
-        found = run_backward(plan.backward, plan.differentiates, ctx.stages, saved, grads)
+        found = run_backward(plan.backward, plan.differentiates, ctx.stages, saved, grads, without)
         return (None, None, None, None, None, None, *found)
-
-
-def _with_zeros(plan: ProgramPlan, like: list[Any], grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """The gradients of the outputs, with zeros in place of None where an output is not optional."""
-    found = list(grads)
-    device = next(g.device for g in grads if g is not None)
-    for i, (shape, dtype) in zip(plan.graded, like, strict=True):
-        if found[i] is None and i not in plan.optional:
-            found[i] = torch.zeros(shape, dtype=dtype, device=device)
-    return found

@@ -91,6 +91,9 @@ class Stages:
         self._code: Any = None
         self._differentiates = False
         self._box: list[Tensor | None] = []
+        self._without: frozenset[int] = frozenset()
+        # whether the backward that runs has nothing to do
+        self._idle = False
 
     def linked(self, inputs: Sequence[Tensor | None]) -> Tensor | None:
         """An empty input for the program's own node, which links the nodes of the further stages to run after it.
@@ -102,17 +105,25 @@ class Stages:
             link = bare_apply(Stage, self, places, link, *(inputs[i] for i in places))
         return link
 
-    def begin(self, backward: Callable[..., Any], differentiates: bool, saved: list[Any]) -> tuple[Tensor | None, ...]:
+    def begin(
+        self, backward: Callable[..., Any], differentiates: bool, saved: list[Any], without: frozenset[int]
+    ) -> tuple[Tensor | None, ...]:
         """Start the backward: the gradients of all inputs, with None for those that are not of the first stage."""
-        self._box = []
+        self._box, self._without, self._idle = [], without, False
         self._code, self._differentiates = backward(saved, self._box), differentiates
         found: list[Tensor | None] = [None] * self._count
         for place, gradient in zip(self._places[0], self.go_on(self._places[0]), strict=True):
             found[place] = gradient
         return tuple(found)
 
+    def skip(self) -> None:
+        """Let all stages of the backward that begins return no gradient."""
+        self._idle = True
+
     def go_on(self, places: tuple[int, ...]) -> tuple[Tensor | None, ...]:
         """The gradients of the next stage, for the inputs at these places."""
+        if self._idle:
+            return (None,) * len(places)
         if self._code is None:
             raise RuntimeError(
                 "the stages of a patched layer's backward ran out of order; run one backward through a graph at a time"
@@ -122,9 +133,10 @@ class Stages:
                 next(self._code)
         except StopIteration as end:
             self._code = None
-            return tuple(end.value[place] for place in places)
-        found, self._box[:] = tuple(self._box), ()
-        return found
+            found = tuple(end.value[place] for place in places)
+        else:
+            found, self._box[:] = tuple(self._box), ()
+        return tuple(None if place in self._without else x for place, x in zip(places, found, strict=True))
 
 
 class Stage(torch.autograd.Function):
@@ -137,7 +149,7 @@ class Stage(torch.autograd.Function):
         return next(x for x in inputs if x is not None and x.is_floating_point()).new_empty(0)
 
     @staticmethod
-    @once_differentiable
+    @partial(once_differentiable, always=True)
     def backward(ctx: Any, _: Tensor | None) -> Any:
         return (None, None, None, *ctx.go_on())
 
@@ -147,19 +159,27 @@ def running(differentiates: bool) -> AbstractContextManager[Any]:
     return nullcontext() if differentiates else below_autograd()
 
 
+def no_gradients(ctx: Any, stages: Stages | None) -> tuple[None, ...]:
+    """What a backward returns if no output has a gradient: autograd runs nodes below a tensor that has none, too."""
+    if stages is not None:
+        stages.skip()
+    return (None,) * len(ctx.needs_input_grad)
+
+
 def run_backward(
     backward: Callable[..., Any],
     differentiates: bool,
     stages: Stages | None,
     saved: list[Any],
     grads: Sequence[Tensor | None],
+    without: frozenset[int],
 ) -> tuple[Tensor | None, ...]:
     """The gradients of a program's inputs; if its backward stops (`stages`), only those of its first stage.
 
-    `saved` is the list that the code takes, `grads` what autograd gave.
+    `saved` is the list that the code takes, `grads` what autograd gave, `without` the inputs that get no gradient.
     """
     if stages is not None:
-        return stages.begin(backward, differentiates, saved)
+        return stages.begin(backward, differentiates, saved, without)
     with without_autocast(grads), running(differentiates):
         found: tuple[Tensor | None, ...] = backward(saved)
-    return found
+    return found if not without else tuple(None if i in without else x for i, x in enumerate(found))

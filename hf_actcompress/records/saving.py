@@ -146,6 +146,8 @@ def save(ctx: Any, *records: Record | None) -> None:
     if torch.compiler.is_compiling():
         ctx.save_for_backward(*(None if r is None else _stored_tensor(r) for r in records))
         return
+    # None in place of zeros where an output has no gradient (`ops.first_order`)
+    ctx.set_materialize_grads(False)
     leaves = Leaves()
     ctx.slots = tuple(None if record is None else slot_of(record, leaves) for record in records)
     for slot in ctx.slots:

@@ -16,6 +16,7 @@ class ChosenRowsFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, rows: Tensor) -> Tensor:
         ctx.save_for_backward(rows)
+        ctx.set_materialize_grads(False)
         ctx.tokens = x.size(1)
         return x.gather(1, _index(rows, x, 1))
 
@@ -33,6 +34,7 @@ class MergedRowsFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y: Tensor, others: Tensor, rows: Tensor, dim: int) -> Tensor:
         ctx.save_for_backward(rows)
+        ctx.set_materialize_grads(False)
         ctx.dim = dim
         return others.scatter(dim, _index(rows, y, dim), y)
 

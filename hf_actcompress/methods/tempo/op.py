@@ -36,13 +36,13 @@ class AttentionTempoFunction(torch.autograd.Function):
         save(ctx, *kept, keep_row_heads(probs, without_padding), stored_exact(state) if state is not None else None)
         ctx.constants = (scale, p, *dtypes)
         ctx.mask = (mask.shape, mask.dtype) if mask is not None else None
-        ctx.set_materialize_grads(False)
         return out, dropped
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor | None, ddropped: Tensor | None) -> tuple[Tensor | None, ...]:
         q, k, v, probs, state = load(ctx, *(d.transpose(1, 2) if d is not None else None for d in (dout, ddropped)))
+        without = dout is None
         if dout is None:
             dout = torch.zeros(q.shape[:3] + v.shape[3:], dtype=v.dtype, device=v.device)
         dq, dk, dv, dscores = implementation("attention_tempo_bwd", dout)(
@@ -52,7 +52,7 @@ class AttentionTempoFunction(torch.autograd.Function):
         if ctx.mask is not None and ctx.needs_input_grad[3]:
             shape, dtype = ctx.mask
             dmask = dscores.sum_to_size(shape).to(dtype)
-        return dq, dk, dv, dmask, None, None, None, None
+        return dq, dk, None if without else dv, dmask, None, None, None, None
 
 
 def attention_tempo(
