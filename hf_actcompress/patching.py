@@ -23,6 +23,7 @@ from .models.selective import find_selective
 from .models.sites import Site
 from .modules.base import PatchedModule, patch_instance, settings_of, unpatch_instance
 from .modules.checkpoint import CheckpointInputMixin, CheckpointSettings
+from .modules.hooked import take_off_hooks
 from .programs import LayerSettings, find_program, is_outdated
 from .reference.rng import Generators
 from .reporting import is_parametrization, patch_report
@@ -212,6 +213,7 @@ def unpatch_model(model: _Model) -> _Model:
         if isinstance(module, PatchedModule):
             unpatch_instance(module)
         restore_checkpointing(module)
+        take_off_hooks(module)
         if is_root(module):
             restore_root(module)
     return model

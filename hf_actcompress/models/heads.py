@@ -59,7 +59,8 @@ def deferred_logits(model: nn.Module, given: Mapping[str, Any]) -> Iterator[Call
     # with labels the forward computes a loss
     labelled = given.get("labels") is not None
     if torch.is_grad_enabled():
-        defers = model.training and (not labelled or _stock_loss(model))
+        # in eval mode, too: a training may have switched dropout off in that way
+        defers = not labelled or _stock_loss(model)
     else:
         # an evaluation. Not in inference mode, because its tensors have no version counter
         plain_mode = not torch.is_inference_mode_enabled() and not transforms_or_export()

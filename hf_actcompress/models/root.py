@@ -27,6 +27,7 @@ from ..codecs.table import CODECS
 from ..config import CompressionConfig
 from ..methods.chosen_tokens.model import choice_of_call, choosing
 from ..methods.gact.model import refresh_bits
+from ..modules.hooked import hooks_of, watch
 from ..records import Padding, RepeatedRows, dropping, frame, in_frame, netted
 from ..reference.rng import Generators
 from .arguments import arguments
@@ -75,7 +76,7 @@ class PatchedForward:
 
     def __getstate__(self) -> dict[str, Any]:
         # a copy has to look up its own modules
-        return {**self.__dict__, "_known": None}
+        return {**self.__dict__, "_known": None, "_hooks": []}
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -145,6 +146,7 @@ class PatchedForward:
             yield
             return
         self._patch_new_modules()
+        hooked = watch(self._hooks)
         if self.config.refresh_bits and not self._measuring:
             self._refresh_bits(args, kwargs)
         # a config asks for one of them at most
@@ -155,7 +157,8 @@ class PatchedForward:
             rows = copies_of_call(self.model, given)
         if self.config.gradient_norms:
             self.generators.samples = samples_of_call(self.model, given)
-        on = self.config.net and self.config.derive_linear
+        # nodes do not show what a hook has written, so nothing is made again from what they keep
+        on = self.config.net and self.config.derive_linear and not hooked
         other = CODECS[self.config.other].drawing_from(self.generators)
         net = netted(other, self._joins) if on else nullcontext()
         choice = choice_of_call(self.model, stock, args, kwargs, self.config)
@@ -188,8 +191,9 @@ class PatchedForward:
 
     def note_structure(self) -> None:
         """Note that all modules below the model are patched now."""
-        parents = (module._modules for module in self.model.modules() if module._modules)
-        self._known = [(children, tuple(children.values())) for children in parents]
+        modules = list(self.model.modules())
+        self._known = [(m._modules, tuple(m._modules.values())) for m in modules if m._modules]
+        self._hooks = hooks_of(modules)
 
 
 def pretrained_models(model: nn.Module) -> dict[str, nn.Module]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from ._current import current, stock_only
 from .hooks import kept_through
-from .nested import is_foreign
+from .nested import is_foreign, tensors_in
 from .net import netted
 from .outside import hooks_outside
 from .own_ops import applied, is_made_again, unnetted
@@ -22,6 +22,7 @@ from .registry import (
     declare_as,
     declare_in_order,
     encoded,
+    forget,
     frame,
     in_frame,
     known_record,
@@ -55,6 +56,7 @@ __all__ = [
     "declare_in_order",
     "dropping",
     "encoded",
+    "forget",
     "frame",
     "hooks_outside",
     "in_frame",
@@ -87,6 +89,7 @@ __all__ = [
     "storage_sizes",
     "storages_of",
     "stored_exact",
+    "tensors_in",
     "unnetted",
     "whole_record_of",
 ]

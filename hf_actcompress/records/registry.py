@@ -26,6 +26,7 @@ from torch.nn import Parameter
 from ..codecs import IDENTITY, Codec
 from ._current import current
 from .entry import Entry
+from .held import check_versions
 from .outside import hooks_outside
 from .padding import is_dropped, keep, keep_later, padding_in, rows_left_out
 from .record import Derived, Recipe, Record, Stored
@@ -146,6 +147,26 @@ def known_record(x: Tensor) -> Record | None:
     """The record that x has already: what its producer declared, or what an earlier consumer keeps."""
     entry = _find(x)
     return None if entry is None else entry.seen_as(x)
+
+
+def forget(x: Tensor) -> None:
+    """Forget what is known of x and of all tensors in its memory: somebody may have written there unseen.
+
+    Who has read such a tensor before gets what is in it now, as in stock, which has saved the tensor itself. A cast
+    that was made before stays what it was.
+    """
+    key = _key(x)
+    for other in [] if key is None else [other for other in _state.entries if other[0] == key[0]]:
+        entry = _state.entries.pop(other)
+        y = entry.tensor()
+        if y is not None and isinstance(entry.record, Derived) and entry.record.recipe.uses and not entry.derivations:
+            order = y.detach().as_strided(entry.shape, entry.stride)
+            entry.record.recipe.recompute = partial(_as_it_is, order, y._version)
+
+
+def _as_it_is(x: Tensor, version: int, *_: Tensor) -> Tensor:
+    check_versions((x,), (version,))
+    return x
 
 
 def record_before_write(x: Tensor) -> Record | None:
