@@ -119,7 +119,7 @@ class PatchedForward:
         """
         compilation.note_trace()
         model: Any = self.model
-        trained = self.active and model.training and torch.is_grad_enabled()
+        trained = self.active and torch.is_grad_enabled()
         unnamed = trained and isinstance(model, PreTrainedModel) and getattr(model, "loss_type", None) is None
         unnamed = unnamed and not hasattr(model, "_loss_function")
         if unnamed:

@@ -54,9 +54,14 @@ class HeadMixin(LinearMixin):
             return super().forward(*args, **kwargs)
         # read once: a parametrisation computes the weight each time that it is read
         weight, bias = self.weight, self.bias
-        if not _fits(x, weight, bias):
+        if not _fits(x, weight, bias) or (settings.kind == "no_logits" and _is_small(x, weight)):
             return super().forward(x)
         return ops.deferred_linear(x, weight, bias, keep_logits=settings.kind == "logits", targets=settings.targets)
+
+
+def _is_small(x: Tensor, weight: Tensor) -> bool:
+    """Whether an evaluation has logits no larger than the weight. They are returned, whatever becomes of the weight."""
+    return not torch.is_grad_enabled() and x.numel() <= weight.size(1) ** 2
 
 
 def _fits(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:

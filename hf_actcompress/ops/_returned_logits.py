@@ -24,7 +24,7 @@ from .deferred_values import Values
 from .first_order import once_differentiable
 from .gradient_parts import Chunk
 from .logits_gradient import LogitsGradient
-from .logits_origin import HeadOrigin, HeldOrigin, ReturnedSource, operands
+from .logits_origin import HeadOrigin, HeldOrigin, ReturnedSource, checksum, operands
 from .row_set import rows_at, shifted
 from .torch_functions import held_row_function, row_function
 
@@ -75,9 +75,10 @@ def returned_logits(x: Tensor) -> Tensor | None:
 
     Returns:
         DeferredLogits ``[..., V]``, or None for a selection of rows. Under ``no_grad`` they hold no values; the values
-        can be computed until the head's input or weight is modified in place. With `keep_logits` they hold the values
-        of this forward, computed now, so later changes of the model's weights do not matter. Without `keep_logits`, the
-        values are computed when they are asked for, which is impossible after backward or after an optimizer step.
+        can be computed until the head's input or weight is modified, in place or through `.data`. With `keep_logits`
+        they hold the values of this forward, computed now, so later changes of the model's weights do not matter.
+        Without `keep_logits`, the values are computed when they are asked for, which is impossible after backward or
+        after an optimizer step.
 
     Saves:
         The head's input by its record, the weight by reference; nothing of vocabulary size.
@@ -96,8 +97,11 @@ def returned_logits(x: Tensor) -> Tensor | None:
     like = empty_like(x)
     if not torch.is_grad_enabled():
         held = HeldOrigin(head.device, head.dtype, x.pointwise, head.hidden, head.weight, head.bias)
+        held.sums = [checksum(head.weight), checksum(head.bias)]
         return DeferredLogits(Values(ReturnedSource(held, None, like, held_row_function)), like)
     origin = HeadOrigin(head.device, head.dtype, x.pointwise)
+    if not head.keep_logits:
+        origin.sums = [checksum(head.weight), checksum(head.bias)]
     source = ReturnedSource(origin, x.chain.get() if head.keep_logits else None, like, row_function)
     y = applied(ReturnedLogitsFunction, head.hidden, head.weight, head.bias, source)
     origin.edge = get_gradient_edge(y)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -27,20 +27,37 @@ _GONE = (
 class HeadOrigin:
     """The node of autograd that keeps the head's input. It holds no tensor itself."""
 
-    __slots__ = ("device", "dtype", "edge", "pointwise")
+    __slots__ = ("device", "dtype", "edge", "pointwise", "sums")
 
     def __init__(self, device: torch.device, dtype: torch.dtype, pointwise: Pointwise) -> None:
         self.device, self.dtype, self.pointwise = device, dtype, tuple(pointwise)
         self.edge: GradientEdge | None = None
+        # of the weight and the bias in the forward, if their values are asked for later
+        self.sums: list[Tensor | None] = []
 
-    def read(self) -> Read:
-        """How to compute rows of the logits [K, V] from what the node keeps."""
+    def kept(self) -> Sequence[Any]:
+        """The head's input, weight and bias."""
         assert self.edge is not None
         try:
-            kept = load(self.edge.node)
+            return load(self.edge.node)
         except RuntimeError as error:
             raise RuntimeError(f"{_GONE} ({error})") from error
-        return self._read(*kept)
+
+    def read(self) -> Read:
+        """How to compute rows of the logits [K, V] from what is kept."""
+        return self._read(*self.kept())
+
+    def all_rows(self, count: int) -> Tensor:
+        """The logits of all rows [count, V]. Raises RuntimeError if the weights are not those of the forward.
+
+        Averages of weights (EMA) are often written through `.data`, which no version counter sees. So checksums are
+        compared.
+        """
+        _, *weights = kept = self.kept()
+        read = self._read(*kept)
+        if self.sums and not all(map(_equal, self.sums, map(checksum, weights))):
+            raise RuntimeError(f"{_GONE} (the head's weight has been written on through .data)")
+        return read(slice(0, count))
 
     def _read(self, *kept: Any) -> Read:
         h, weight, bias = operands(kept, self.dtype)
@@ -63,16 +80,30 @@ class HeldOrigin(HeadOrigin):
         self._kept = [None if x is None else x.detach() for x in kept]
         self._versions = self._seen()
 
-    def read(self) -> Read:
+    def kept(self) -> Sequence[Any]:
         if self._seen() != self._versions:
             raise RuntimeError(f"{_GONE} (the head's input or its weight has been written on)")
-        return self._read(self._kept[0].to(self.dtype), *self._kept[1:])  # type: ignore[union-attr]
+        return self._kept[0].to(self.dtype), *self._kept[1:]  # type: ignore[union-attr]
 
     def _seen(self) -> list[int]:
         return [0 if x is None else x._version for x in self._kept]
 
 
-def operands(kept: tuple[Any, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None]:
+@torch.no_grad()
+def checksum(x: Tensor | None) -> Tensor | None:
+    """The sum [] of x's bits as 64-bit integers, on x's device: another sum shows that x has other values."""
+    if x is None:
+        return None
+    octets = x.detach().contiguous().view(-1).view(torch.uint8)
+    whole = octets.numel() // 8 * 8
+    return octets[:whole].view(torch.int64).sum() + octets[whole:].sum()
+
+
+def _equal(a: Tensor | None, b: Tensor | None) -> bool:
+    return a is None or (b is not None and torch.equal(a, b))
+
+
+def operands(kept: Sequence[Any], dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None]:
     """The head's input [N, h], weight and bias in the dtype of its product, from what its node keeps."""
     h, weight, bias = kept
     return h.reshape(-1, h.size(-1)), weight.to(dtype), bias.to(dtype) if bias is not None else None
@@ -91,7 +122,7 @@ class ReturnedSource(LogitsSource):
     def logits(self) -> Tensor:
         if self.values is None:
             with torch.no_grad():
-                self.values = self.origin.read()(slice(0, self.like.shape[:-1].numel())).view(self.like.shape)
+                self.values = self.origin.all_rows(self.like.shape[:-1].numel()).view(self.like.shape)
         return self.values
 
     def read(self) -> Read:
