@@ -13,17 +13,22 @@ from torch import Tensor
 
 from .. import compilation, ops
 from ..ops.autocast import autocast_dtype
+from ..records import hooks_outside
 from .base import Settings, keeps_for_backward, only_tensor
 from .leaves import LinearMixin
 
-# the heads that may defer their output in the forward in progress; outside of a forward there are none
-_deferring: ContextVar[tuple[HeadMixin, ...]] = ContextVar("deferring heads", default=())
+# the heads that may defer their output in the forward in progress, and the saved-tensor hooks that it began under;
+# outside of a forward there are none
+_deferring: ContextVar[tuple[tuple[HeadMixin, ...], Any]] = ContextVar("deferring heads", default=((), None))
 
 
 @contextmanager
 def deferring(heads: tuple[HeadMixin, ...]) -> Iterator[None]:
-    """While the block runs in this thread, these heads and no others return deferred logits."""
-    token = _deferring.set(heads)
+    """While the block runs in this thread, these heads and no others return deferred logits.
+
+    Not in a region that the model's own code checkpoints: backward runs the region again, outside of this block.
+    """
+    token = _deferring.set((heads, hooks_outside()))
     try:
         yield
     finally:
@@ -50,13 +55,18 @@ class HeadMixin(LinearMixin):
         if torch.compiler.is_compiling():
             y: Tensor = super().forward(*args, **kwargs)
             return compilation.recompute(y) if settings is not None and keeps_for_backward(y) else y
-        if x is None or settings is None or not any(head is self for head in _deferring.get()):
+        if x is None or settings is None or not self._defers():
             return super().forward(*args, **kwargs)
         # read once: a parametrisation computes the weight each time that it is read
         weight, bias = self.weight, self.bias
         if not _fits(x, weight, bias) or (settings.kind == "no_logits" and _is_small(x, weight)):
             return super().forward(x)
         return ops.deferred_linear(x, weight, bias, keep_logits=settings.kind == "logits", targets=settings.targets)
+
+    def _defers(self) -> bool:
+        heads, hooks = _deferring.get()
+        # the hooks are compared with ==, because those that are methods are new objects each time
+        return any(head is self for head in heads) and hooks_outside() == hooks
 
 
 def _is_small(x: Tensor, weight: Tensor) -> bool:

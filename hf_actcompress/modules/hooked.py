@@ -16,6 +16,7 @@ from torch import nn
 
 from ..private_apis import hooks_on_every_module
 from ..records import forget, tensors_in
+from .base import HOOKS
 
 # the hooks of these packages read activations, or return others, and write on none
 _READERS = frozenset({"accelerate", "deepspeed", "hf_actcompress", "peft", "torch", "transformers", "trl"})
@@ -25,7 +26,7 @@ _Hooks = tuple[nn.Module, dict[int, Any], dict[int, Any]]
 
 def hooks_of(modules: Iterable[nn.Module]) -> list[_Hooks]:
     """Where these modules keep the hooks of their forwards."""
-    return [(module, module._forward_hooks, module._forward_pre_hooks) for module in modules]
+    return [(module, vars(module)[HOOKS[0]], vars(module)[HOOKS[1]]) for module in modules]
 
 
 def watch(hooked: list[_Hooks]) -> bool:
@@ -52,8 +53,8 @@ def watch(hooked: list[_Hooks]) -> bool:
 
 def take_off_hooks(module: nn.Module) -> None:
     """Remove the hooks that `watch` has put on a module."""
-    _take_off(module._forward_hooks, _forget_output)
-    _take_off(module._forward_pre_hooks, _forget_input)
+    for hooks, own in zip(HOOKS, (_forget_output, _forget_input), strict=False):
+        _take_off(vars(module)[hooks], own)
 
 
 def _take_off(hooks: dict[int, Any], own: Any) -> None:

@@ -121,12 +121,12 @@ def delayed_error(message: str, count: int) -> Callable[..., tuple[Tensor, ...]]
 
 
 def transforms_or_export() -> bool:
-    """Whether torch.func transforms or forward-mode differentiation are on, or torch.export traces.
+    """Whether torch.func transforms or forward-mode differentiation are on, or torch.export or torch.jit traces.
 
     The public test of exporting is also true in torch.compile where torch 2.11 traces its call.
     """
     transforms = torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
-    return transforms or torch.compiler._is_exporting_flag
+    return transforms or torch.compiler._is_exporting_flag or torch._C._get_tracing_state() is not None
 
 
 def fused_attention_choice(

@@ -152,6 +152,7 @@ PRIVATE_APIS: tuple[PrivateAPI, ...] = (
     PrivateAPI("torch._dynamo.utils.counters", _T, "whether a graph was broken, for a warning"),
     PrivateAPI("torch._dynamo.callback_handler.end_callbacks", _T, "the end of a frame that may be broken or skipped"),
     PrivateAPI("torch._guards.CompileContext.current_compile_id", _T, "which frame of a broken graph is compiled"),
+    PrivateAPI("torch._C._get_tracing_state", _T, "stock's code in a torch.jit.trace"),
     PrivateAPI("torch.compiler._is_exporting_flag", _T, "no marks in a program for those who do not have this package"),
     PrivateAPI("torch._dispatch.python.enable_python_dispatcher", _T, "codecs traced for sizes that may be any"),
     PrivateAPI("torch.compiler._is_compiling_flag", _T, "codecs that are traced by us run what is traced by Dynamo"),
