@@ -1,6 +1,7 @@
 """What the examples of this folder share: their options, and the tiny models and texts that they use by default."""
 
 import argparse
+import runpy
 import tempfile
 import textwrap
 from pathlib import Path
@@ -9,6 +10,8 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+# from here on a missing package is named with the command that installs it
+runpy.run_path(str(Path(__file__).parents[1] / "common" / "missing.py"))
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "<s>", "</s>"]
 PROSE = """
 A training step keeps activations between the forward and the backward pass. Their size grows with the batch and with
