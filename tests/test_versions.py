@@ -19,7 +19,7 @@ from tests.cli.invoke import run
 from tests.families import BY_NAME
 
 ROOT = Path(__file__).parent.parent
-LLAMA, BERT, GPT2 = BY_NAME["llama"], BY_NAME["bert"], BY_NAME["gpt2"]
+LLAMA, BERT, OPT = BY_NAME["llama"], BY_NAME["bert"], BY_NAME["opt"]
 STOCK = metadata.version
 
 
@@ -82,7 +82,7 @@ def test_one_line_about_a_newer_release(
     name: str, version: str, said: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fake(monkeypatch, **{name: version})
-    for model in (BERT.build(), BERT.build(), GPT2.build()):
+    for model in (BERT.build(), BERT.build(), OPT.build()):
         patch_model(model)
         assert patch_report(model).fall_backs() == []
     assert said() == [f"{name} {version} is newer than {TESTED[name][1]}, the newest tested"]
