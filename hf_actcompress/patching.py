@@ -28,9 +28,12 @@ from .programs import LayerSettings, find_program, is_outdated
 from .reference.rng import Generators
 from .reporting import is_parametrization, patch_report
 from .roles import Role
+from .versions import untested, version_of
 
 register()
 logger = logging.getLogger(__name__)
+# how many reasons a warning names
+_TOLD = 3
 _Model = TypeVar("_Model", bound=nn.Module)
 
 
@@ -83,6 +86,7 @@ def patch_model(
             f"patch_model was asked to patch {type(model).__name__} and found nothing to patch.\n{report}\n"
             "Pass strict=False to go on with the stock model."
         )
+    _warn_if_untested(model)
     return model
 
 
@@ -171,12 +175,26 @@ def _patch_code(model: nn.Module, config: CompressionConfig, prefix: str, genera
 
 def _warn_if_lossy(config: CompressionConfig) -> None:
     if not config.lossless:
-        _say_once(next((f'preset "{name}"' for name, preset in PRESETS.items() if preset == config), "this config"))
+        name = next((f'preset "{name}"' for name, preset in PRESETS.items() if preset == config), "this config")
+        _say_once(f"{name} is lossy; fidelity_report(model, batch) measures what it does to the gradients")
+
+
+def _warn_if_untested(model: nn.Module) -> None:
+    """One line about the versions, once, and what they may be the reason for. It is once per kind of model then."""
+    found = [f"{name} {version_of(name)} is {how}" for name in ("torch", "transformers") if (how := untested(name))]
+    if not found:
+        return
+    lost = patch_report(model).fall_backs()
+    if lost:
+        rest = [f"{len(lost) - _TOLD} more reasons"] if len(lost) > _TOLD else []
+        reasons = "; ".join([*lost[:_TOLD], *rest])
+        found.append(f"otherwise than asked in {type(model).__name__}: {reasons}; see patch_report(model)")
+    _say_once("; ".join(found))
 
 
 @cache
-def _say_once(name: str) -> None:
-    logger.warning("%s is lossy; fidelity_report(model, batch) measures what it does to the gradients", name)
+def _say_once(line: str) -> None:
+    logger.warning("%s", line)
 
 
 def _check_overrides(model: nn.Module, config: CompressionConfig) -> None:

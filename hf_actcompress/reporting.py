@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from torch import nn
@@ -71,11 +71,14 @@ class PatchReport(Report):
         roles = Counter(row.role for row in self.patched)
         patched = ", ".join(f"{count} {role}" for role, count in sorted(roles.items())) or "nothing"
         lines = [f"patched: {patched}"]
-        for (role, note), count in Counter((row.role, row.note) for row in self.patched if row.note).items():
-            lines.append(f"otherwise than asked: {count} {role}: {note}")
-        for (role, reason), count in Counter((row.role, row.reason) for row in self.left_alone).items():
-            lines.append(f"left alone: {count} {role}: {reason}")
+        lines += [f"otherwise than asked: {text}" for text in _counted((row.role, row.note) for row in self.patched)]
+        lines += [f"left alone: {text}" for text in _counted((row.role, row.reason) for row in self.left_alone)]
         return "\n".join(lines)
+
+    def fall_backs(self) -> list[str]:
+        """How many modules are otherwise than the config asks for, and why, most first; embeddings never are."""
+        rows = (row for row in self.rows if row.role != Role.EMBEDDING)
+        return _counted((row.role, row.reason or row.note) for row in rows)
 
     def tables(self) -> tuple[Table, ...]:
         """The table, with a row per module."""
@@ -85,6 +88,12 @@ class PatchReport(Report):
             for row in self.rows
         ]
         return (Table(columns, rows, title="hf_actcompress"),)
+
+
+def _counted(rows: Iterable[tuple[str, str]]) -> list[str]:
+    """How many modules of which role have which remark, for each remark, most first."""
+    remarks = Counter((role, remark) for role, remark in rows if remark)
+    return [f"{count} {role}: {remark}" for (role, remark), count in remarks.most_common()]
 
 
 def patch_report(model: nn.Module) -> PatchReport:

@@ -27,6 +27,7 @@ from common.evaluation_report import ratios
 from common.files import replace_text
 from common.jobs import Job, fit, minilm
 from common.models import without_dropout
+from common.options import positive
 
 from hf_actcompress import PRESETS, patch_model
 
@@ -105,7 +106,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--settings", nargs="+", choices=list(SETTINGS), default=list(SETTINGS))
     parser.add_argument("--presets", nargs="+", choices=list(PRESETS), default=["int8", "fp8", "int4"])
-    parser.add_argument("--batches", type=int, default=6)
+    parser.add_argument("--batches", type=positive(int), default=6)
     parser.add_argument("--out", type=Path, default=Path("runs/bf16_errors"))
     args = parser.parse_args(argv)
     command = shlex.join(["python", "recipes/bf16_errors.py", *(sys.argv[1:] if argv is None else argv)])

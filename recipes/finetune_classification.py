@@ -13,6 +13,7 @@ import statistics
 import sys
 from collections.abc import Sequence
 
+import common  # noqa: F401  it says which package is missing, so it comes first
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed

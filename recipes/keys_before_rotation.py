@@ -26,7 +26,7 @@ from common.bench_report import environment
 from common.data import CausalBlocks, corpus_blocks, load_corpus
 from common.files import replace_text
 from common.jobs import Job, fit, minilm_folder, stack
-from common.options import DEFAULT_CACHE
+from common.options import DEFAULT_CACHE, positive
 from common.tokenization import get_tokenizer
 from torch import Tensor
 
@@ -194,7 +194,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--length", type=int, default=256, help="tokens of a sequence")
     parser.add_argument("--group", type=int, default=64, help="tokens of a channel that share a range")
     parser.add_argument("--hidden", type=int, default=256, help="of the models that are trained here")
-    parser.add_argument("--steps", type=int, default=150, help="of their training")
+    parser.add_argument("--steps", type=positive(int), default=150, help="of their training")
     parser.add_argument("--output-dir", type=Path, default=Path("runs/keys_before_rotation"))
     args = parser.parse_args(argv)
     command = shlex.join(["python", "recipes/keys_before_rotation.py", *(sys.argv[1:] if argv is None else argv)])

@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import common  # noqa: F401  it says which package is missing, so it comes first
 import torch
 from accelerate.utils import set_seed
 from common.compare import Mode, RunResult, compare_runs, compute_dtype, measure_peak

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ModelConfigError
-from .common import version_of
+from ..versions import version_of
 from .quick import config_of
 
 # environment variable with the folder of the answers

@@ -8,7 +8,6 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import IntEnum
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -112,14 +111,6 @@ def progress(what: str) -> None:
     """Print what is being done where `busy` shows nothing: in the log of a pipe."""
     if not sys.stderr.isatty():
         typer.echo(what, err=True)
-
-
-def version_of(name: str) -> str | None:
-    """The version of an installed package; None if it is not installed."""
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def echo_json(data: Any) -> None:

@@ -11,13 +11,14 @@ from typing import Any
 
 import typer
 
+from ..versions import TESTED, tested, untested, version_of
 from . import flags
-from .common import echo_json, version_of
+from .common import echo_json
 
 _NAME = "hf-actcompress"
 _PACKAGES = (
     "torch", "transformers", "accelerate", "peft", "datasets", "trl", "triton", "liger-kernel", "deepspeed",
-    "bitsandbytes", "torchao", "flash-attn", "matplotlib",
+    "bitsandbytes", "sentence-transformers", "torchao", "flash-attn", "matplotlib",
 )  # fmt: skip
 # package -> a known conflict
 _KNOWN = {
@@ -31,14 +32,14 @@ _VARIABLES = (
 
 
 def env(as_json: flags.Json = False) -> None:
-    """What a bug report needs: versions, machine, kernels, conflicts."""
+    """What a bug report needs: versions and whether they are tested, machine, kernels, conflicts."""
     found = _environment()
     if as_json:
         echo_json(found)
         return
     lines = {
         **{name: value for name, value in found.items() if isinstance(value, str)},
-        **{name: version or "not installed" for name, version in found["packages"].items()},
+        **{name: _with_note(version, found["tested"].get(name)) for name, version in found["packages"].items()},
         **found["variables"],
         **{f"kernel {name}": status for name, status in _folded(found["kernels"]).items()},
         **{f"conflict {number}": text for number, text in enumerate(found["conflicts"], 1)},
@@ -63,10 +64,19 @@ def _environment() -> dict[str, Any]:
         "gpu": "; ".join(map(_gpu, range(torch.cuda.device_count()))) if cuda else "none",
         "cuda of torch": torch.version.cuda or "none",
         "packages": {name: version_of(name) for name in _PACKAGES},
+        "tested": {name: _standing(name) for name in _PACKAGES if name in TESTED and version_of(name)},
         "variables": {name: os.environ[name] for name in _VARIABLES if name in os.environ},
         "kernels": kernel_status("cuda" if cuda else "xpu" if torch.xpu.is_available() else "cpu"),
         "conflicts": [*_too_old_or_new(), *(f"{name}: {text}" for name, text in _KNOWN.items() if version_of(name))],
     }
+
+
+def _standing(name: str) -> str:
+    return untested(name) or f"tested: {tested(name)}"
+
+
+def _with_note(version: str | None, standing: str | None) -> str:
+    return version or "not installed" if standing is None else f"{version} ({standing})"
 
 
 def _gpu(index: int) -> str:

@@ -1,1 +1,3 @@
 """What the recipes share: options, data, models, run state and the comparison of stock and patched models."""
+
+from . import missing as missing

@@ -178,7 +178,7 @@ def fit_images(model: Any, images: Images, args: argparse.Namespace, seed: int) 
     """Train in place with AdamW, linear warm-up and a fall to zero; returns the losses."""
     device = args.device
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.05)
-    scale = torch.optim.lr_scheduler.OneCycleLR(optimizer, args.lr, total_steps=args.max_steps + 1, pct_start=0.2)
+    scale = torch.optim.lr_scheduler.OneCycleLR(optimizer, args.lr, **_cycle(args.max_steps))
     losses = []
     for batch in images.batches(seed, args.max_steps, args.batch_size, device):
         loss = model(**batch).loss
@@ -189,6 +189,12 @@ def fit_images(model: Any, images: Images, args: argparse.Namespace, seed: int) 
         optimizer.zero_grad()
         losses.append(loss.detach())
     return torch.stack(losses).tolist()
+
+
+def _cycle(steps: int) -> dict[str, float]:
+    """The length of the schedule and the share of its warm-up: a fifth, and one step at least."""
+    # torch divides by the length of the warm-up, which is a step less than its share says
+    return {"total_steps": steps + 1, "pct_start": max(0.2, 2 / (steps + 1))}
 
 
 @torch.no_grad()

@@ -9,10 +9,10 @@
 import sys
 from argparse import Namespace
 
+import tiny
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
-from tiny import SENTENCES, parse, report
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_actcompress import kept_bytes, patch_model
@@ -20,7 +20,7 @@ from hf_actcompress import kept_bytes, patch_model
 
 def batches(args: Namespace, tokenizer) -> torch.utils.data.DataLoader:
     """Rows of `seq_len` tokens, cut from the text over and over."""
-    ids = tokenizer(" ".join(SENTENCES), add_special_tokens=False)["input_ids"]
+    ids = tokenizer(" ".join(tiny.SENTENCES), add_special_tokens=False)["input_ids"]
     length = args.steps * args.batch_size * args.seq_len
     rows = torch.tensor(ids * (length // len(ids) + 1))[:length].view(-1, args.seq_len)
     return torch.utils.data.DataLoader([{"input_ids": row, "labels": row} for row in rows], args.batch_size)
@@ -48,7 +48,7 @@ def train(args: Namespace) -> tuple[list[float], int]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    report(*train(parse(__doc__, argv)))
+    tiny.report(*train(tiny.parse(__doc__, argv)))
     return 0
 
 

@@ -11,6 +11,7 @@ Without `actcompress_preset` the model stays as it is. Leave Axolotl's own kerne
 not patched, and `patch_report` in the log says so.
 """
 
+import tiny  # noqa: F401  it says that Axolotl is missing, so it comes first
 from axolotl.integrations.base import BasePlugin
 from pydantic import BaseModel
 from torch import nn

@@ -10,6 +10,7 @@ sentence-transformers.
 import sys
 from argparse import Namespace
 
+import tiny
 import torch
 from datasets import Dataset
 from sentence_transformers import (
@@ -18,7 +19,6 @@ from sentence_transformers import (
     SentenceTransformerTrainingArguments,
 )
 from sentence_transformers.losses import MultipleNegativesRankingLoss
-from tiny import SENTENCES, parse, report
 from transformers import set_seed
 
 from hf_actcompress import kept_bytes, patch_model
@@ -26,7 +26,7 @@ from hf_actcompress import kept_bytes, patch_model
 
 def pairs() -> Dataset:
     """Sentences that follow each other belong together; the batch's other sentences are the negatives."""
-    return Dataset.from_dict({"anchor": SENTENCES[:-1] * 16, "positive": SENTENCES[1:] * 16})
+    return Dataset.from_dict({"anchor": tiny.SENTENCES[:-1] * 16, "positive": tiny.SENTENCES[1:] * 16})
 
 
 def train(args: Namespace) -> tuple[list[float], int]:
@@ -56,7 +56,7 @@ def train(args: Namespace) -> tuple[list[float], int]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    report(*train(parse(__doc__, argv, default="bert")))
+    tiny.report(*train(tiny.parse(__doc__, argv, default="bert")))
     return 0
 
 

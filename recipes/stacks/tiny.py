@@ -1,6 +1,7 @@
 """What the examples of this folder share: their options, and the tiny models and texts that they use by default."""
 
 import argparse
+import runpy
 import tempfile
 import textwrap
 from pathlib import Path
@@ -9,6 +10,8 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+# from here on a missing package is named with the command that installs it
+runpy.run_path(str(Path(__file__).parents[1] / "common" / "missing.py"))
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "<s>", "</s>"]
 PROSE = """
 A training step keeps activations between the forward and the backward pass. Their size grows with the batch and with
@@ -23,15 +26,22 @@ layer a second time. It combines with all of this.
 SENTENCES = [f"{sentence.strip(' .')}." for sentence in " ".join(PROSE.split()).split(". ")]
 
 
+def at_least_one(text: str) -> int:
+    """An argparse type."""
+    if int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be above 0, got {text}")
+    return int(text)
+
+
 def parse(doc: str, argv: list[str] | None, default: str = "llama") -> argparse.Namespace:
     """The options of an example. Without --model, `model` is the folder of a tiny model with random weights."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="name on the Hugging Face hub, or a folder; by default a tiny model")
     parser.add_argument("--preset", default="exact")
     parser.add_argument("--stock", action="store_true", help="leave the model as it is, to compare")
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--batch-size", type=int, default=4)
-    parser.add_argument("--seq-len", type=int, default=64)
+    parser.add_argument("--steps", type=at_least_one, default=20)
+    parser.add_argument("--batch-size", type=at_least_one, default=4)
+    parser.add_argument("--seq-len", type=at_least_one, default=64)
     parser.add_argument("--output-dir", type=Path, help="by default a new temporary folder")
     args = parser.parse_args(argv)
     args.output_dir = args.output_dir or Path(tempfile.mkdtemp(prefix="actcompress-"))

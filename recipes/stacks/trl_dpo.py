@@ -9,10 +9,10 @@ What the reference computes runs without autograd, so it keeps nothing, patched 
 import sys
 from argparse import Namespace
 
+import tiny
 import torch
 from datasets import Dataset
 from peft import LoraConfig
-from tiny import SENTENCES, parse, report
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 from trl import DPOConfig, DPOTrainer
 
@@ -22,7 +22,7 @@ from hf_actcompress import kept_bytes, patch_model
 def preferences() -> Dataset:
     """A sentence's second half is better than the same words in the wrong order."""
     rows = []
-    for words in (sentence.split() for sentence in SENTENCES):
+    for words in (sentence.split() for sentence in tiny.SENTENCES):
         start, end = words[: len(words) // 2], words[len(words) // 2 :]
         texts = {"prompt": start, "chosen": end, "rejected": end[::-1]}
         rows.append({name: " " + " ".join(part) for name, part in texts.items()})
@@ -63,7 +63,7 @@ def train(args: Namespace) -> tuple[list[float], int]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    report(*train(parse(__doc__, argv)))
+    tiny.report(*train(tiny.parse(__doc__, argv)))
     return 0
 
 

@@ -9,10 +9,10 @@ Before any weight is loaded `estimate` says from the model's config what the tra
 import sys
 from argparse import Namespace
 
+import tiny
 import torch
 from datasets import Dataset
 from peft import LoraConfig
-from tiny import SENTENCES, parse, report
 from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig, set_seed
 from trl import SFTConfig, SFTTrainer
 
@@ -61,7 +61,7 @@ def train(args: Namespace) -> tuple[list[float], int]:
     trainer = SFTTrainer(
         model=model,
         args=training_arguments(args),
-        train_dataset=Dataset.from_dict({"text": SENTENCES * 64}),
+        train_dataset=Dataset.from_dict({"text": tiny.SENTENCES * 64}),
         processing_class=AutoTokenizer.from_pretrained(args.model),
         peft_config=LORA,
     )
@@ -72,7 +72,7 @@ def train(args: Namespace) -> tuple[list[float], int]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    report(*train(parse(__doc__, argv)))
+    tiny.report(*train(tiny.parse(__doc__, argv)))
     return 0
 
 

@@ -46,7 +46,7 @@ def test_trains_as_stock_and_keeps_less(name: str, tmp_path: Path, monkeypatch: 
         pytest.importorskip("trl")
     example = importlib.import_module(name)
     results: list[Any] = []
-    monkeypatch.setattr(example, "report", lambda *result: results.append(result))
+    monkeypatch.setattr(example.tiny, "report", lambda *result: results.append(result))
     common = ["--steps", "3", "--batch-size", "2"]
     assert example.main([*common, "--stock", "--output-dir", str(tmp_path / "stock")]) == 0
     # the second run gets its model as a path, the folder of the first one
