@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -35,8 +36,11 @@ def config_of(case: Case) -> CompressionConfig:
     )
 
 
-def build(case: Case, side: str, index: int = 0) -> Any:
-    """The model of one side. The `index`-th model of a case has weights of its own, the same on every side."""
+def build(case: Case, side: str, index: int = 0, prepare: Callable[[Any], None] = lambda model: None) -> Any:
+    """The model of one side. The `index`-th model of a case has weights of its own, the same on every side.
+
+    `prepare` puts on what is neither stock's nor ours (hooks).
+    """
     family = FUZZED[case.family]
     options: dict[str, Any] = {} if case.family in EAGER_ONLY else {"attn_implementation": case.attention}
     if case.cache:
@@ -51,6 +55,7 @@ def build(case: Case, side: str, index: int = 0) -> Any:
         model.gradient_checkpointing_enable({"use_reentrant": case.checkpointing == "reentrant"})
         if case.lora != "none":
             model.enable_input_require_grads()
+    prepare(model)
     if side == "ours" and not case.patch_first:
         patch_model(model, config_of(case))
     return _oracle_of(model) if side == "oracle" else model
@@ -69,10 +74,16 @@ def _with_lora(model: Any, case: Case) -> Any:
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(case.seed + 1)
+    # PEFT refuses the linear layers whose weights Mamba hands to a kernel
+    targets: Any = ["in_proj", "x_proj"] if case.family == "mamba" else "all-linear"
     lora = LoraConfig(
-        r=3, target_modules="all-linear", init_lora_weights=False, lora_dropout=0.3 if case.lora == "dropout" else 0.0
+        r=3, target_modules=targets, init_lora_weights=False, lora_dropout=0.3 if case.lora == "dropout" else 0.0
     )
-    return get_peft_model(model, lora)
+    adapted = get_peft_model(model, lora)
+    if case.lora == "two":
+        targets = [name.removesuffix(".lora_A") for name, _ in model.named_modules() if name.endswith(".lora_A")]
+        adapted.add_adapter("other", LoraConfig(r=5, target_modules=targets[::2], init_lora_weights=False))
+    return adapted
 
 
 def _put_special_value(model: nn.Module, case: Case) -> None:
@@ -102,6 +113,8 @@ def batch_of(case: Case, side: str, index: int = 0) -> Batch:
             batch[name].requires_grad_(case.embeds)
     if case.hidden:
         batch["output_hidden_states"] = True
+    if case.between == "loss-attentions":
+        batch["output_attentions"] = True
     return batch
 
 
