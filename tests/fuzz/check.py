@@ -14,8 +14,9 @@ import torch
 
 from hf_actcompress.errors import ActCompressError, PaddingError
 from hf_actcompress.records import clear, live_entries
+from tests.fuzz.between import BETWEEN
 from tests.fuzz.case import Case
-from tests.fuzz.compare import ABOVE_LAW, Failure, compare, may_refuse
+from tests.fuzz.compare import ABOVE_LAW, Failure, compare, may_refuse, relative
 from tests.fuzz.models import plainest
 from tests.fuzz.programs import Seen, run_program
 
@@ -61,7 +62,25 @@ def _references(case: Case) -> Iterator[Case]:
 def _judge(case: Case, ours: Result) -> list[Failure]:
     """The rules that ours breaks against the first reference, if it breaks some against each."""
     found = [_judge_against(reference, case, ours) for reference in _references(case)]
-    return found[0] if all(found) else []
+    if not all(found):
+        return []
+    return [replace(failure, detail=failure.detail + _remark(case, ours)) for failure in found[0]]
+
+
+def _remark(case: Case, ours: Result) -> str:
+    """Whether ours are the gradients that stock has if nothing happens in between. It helps to find the reason."""
+    if BETWEEN[case.between].then is BETWEEN["nothing"].then or isinstance(ours, Exception):
+        return ""
+    plain = _outcome(replace(case, between="nothing"), "stock")
+    gradients = [seen for seen in ours if seen.kind == "gradient"]
+    if isinstance(plain, Exception) or not gradients:
+        return ""
+    theirs = {(seen.stage, seen.name): seen.value for seen in plain if seen.kind == "gradient"}
+    pairs = [(seen.value, theirs.get((seen.stage, seen.name))) for seen in gradients]
+    known = [(a, b) for a, b in pairs if b is not None]
+    if len(known) < len(theirs):
+        return ""
+    return f"; the difference to stock's gradients with nothing in between is {relative(known):.3g}"
 
 
 def _judge_against(reference: Case, case: Case, ours: Result) -> list[Failure]:

@@ -222,7 +222,7 @@ def must_be_bit_equal(case: Case) -> bool:
     return mode in family.bit_equal and config_of(case).activation_variant == "input"
 
 
-def _relative(pairs: Sequence[tuple[Tensor, Tensor]]) -> float:
+def relative(pairs: Sequence[tuple[Tensor, Tensor]]) -> float:
     """||a - b|| / ||b|| over all pairs and the elements that are finite on both sides."""
     error = size = 0.0
     for a, b in pairs:
@@ -241,13 +241,13 @@ def _within_bound(case: Case, pairs: list[tuple[Seen, Tensor]]) -> list[Failure]
         # only adapters are trained, and their layer is computed again from a rounded input: with int8 the error is
         # 0.35 for one of 20 seeds
         bound *= 4
-    error = _relative([(seen.value, stock) for seen, stock in pairs])
+    error = relative([(seen.value, stock) for seen, stock in pairs])
     if error <= bound:
-        return _wrong_parameter(case, pairs)
+        return _wrong_parameter(case, pairs, WRONG * bound / BOUNDS[case.preset])
     return [Failure(f"error of {case.preset} above its bound", f"{pairs[0][0].stage}: {error:.3g} > {bound}")]
 
 
-def _wrong_parameter(case: Case, pairs: list[tuple[Seen, Tensor]]) -> list[Failure]:
+def _wrong_parameter(case: Case, pairs: list[tuple[Seen, Tensor]], limit: float) -> list[Failure]:
     """A gradient that is another one, and not only less precise, although the error of all together is small.
 
     Parameters with little gradient are left out: theirs is mostly rounding.
@@ -258,14 +258,14 @@ def _wrong_parameter(case: Case, pairs: list[tuple[Seen, Tensor]]) -> list[Failu
     for seen, stock in pairs:
         if float(stock.double().norm()) < WRONG_FROM * whole:
             continue
-        error = _relative([(seen.value, stock)])
-        if error > WRONG:
+        error = relative([(seen.value, stock)])
+        if error > limit:
             return [Failure(f"another gradient under {case.preset}", f"{seen.stage} {seen.name}: error {error:.3g}")]
     return []
 
 
 def _within_law(case: Case, pairs: list[tuple[Seen, Tensor]], oracle: Oracle) -> list[Failure]:
-    error = _relative([(seen.value, stock) for seen, stock in pairs])
+    error = relative([(seen.value, stock) for seen, stock in pairs])
     if error <= EPS[case.mode]:
         return []
     truth = _by_name(oracle() or ())
@@ -274,8 +274,8 @@ def _within_law(case: Case, pairs: list[tuple[Seen, Tensor]], oracle: Oracle) ->
         return [Failure("no oracle", f"error against stock {error:.3g}")]
     # an element counts only if all three values are finite
     finite = [(a, b, t, a.isfinite() & b.isfinite() & t.isfinite()) for a, b, t in found]
-    own = _relative([(b[at], t[at]) for _, b, t, at in finite])
-    ours = _relative([(a[at], t[at]) for a, _, t, at in finite])
+    own = relative([(b[at], t[at]) for _, b, t, at in finite])
+    ours = relative([(a[at], t[at]) for a, _, t, at in finite])
     if ours <= LAW * own:
         return []
     detail = f"{pairs[0][0].stage}: error {ours:.3g} against the oracle, stock's own {own:.3g}, difference {error:.3g}"

@@ -15,6 +15,8 @@ from tests.fuzz.case import Case
 from tests.fuzz.families import EAGER_ONLY, FUZZED
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+# PEFT refuses the layers whose weights Mamba hands to a kernel, and dropout and second adapters on experts
+LORA_TARGETS = {"mamba": ["in_proj", "x_proj"], "mixtral": ["q_proj", "k_proj", "v_proj", "o_proj"]}
 SIDES = ("stock", "ours", "oracle")
 # the length of the labels of T5 and BART, whatever the length of the source
 TARGET_LENGTH = 5
@@ -74,8 +76,7 @@ def _with_lora(model: Any, case: Case) -> Any:
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(case.seed + 1)
-    # PEFT refuses the linear layers whose weights Mamba hands to a kernel
-    targets: Any = ["in_proj", "x_proj"] if case.family == "mamba" else "all-linear"
+    targets: Any = LORA_TARGETS.get(case.family, "all-linear")
     lora = LoraConfig(
         r=3, target_modules=targets, init_lora_weights=False, lora_dropout=0.3 if case.lora == "dropout" else 0.0
     )
