@@ -74,6 +74,13 @@ def _freeze_parts(model: nn.Module) -> None:
         p.requires_grad_(False)
 
 
+def _without_adapters(model: Any) -> None:
+    """Some of the base model's own weights are trained instead, so that there is a gradient."""
+    model.base_model.disable_adapter_layers()
+    for p in _parts(model.get_base_model()):
+        p.requires_grad_(True)
+
+
 def _dropout_rates(moment: Moment) -> None:
     """Every rate of a dropout, of modules and of attention's attributes, is another one."""
     for module in moment.model.modules():
@@ -235,7 +242,7 @@ BETWEEN: dict[str, Between] = {
     "disable-adapters": Between(lambda moment: moment.model.base_model.disable_adapter_layers(), changes=_ADAPTERS),
     "enable-adapters": Between(
         lambda moment: moment.model.base_model.enable_adapter_layers(),
-        lambda model: model.base_model.disable_adapter_layers(), _ADAPTERS,
+        _without_adapters, _ADAPTERS,
     ),
     "merge": Between(lambda moment: moment.model.merge_adapter(), changes=_ADAPTERS),
     "merge-unmerge": Between(

@@ -60,11 +60,11 @@ def _references(case: Case) -> Iterator[Case]:
 
 
 def _judge(case: Case, ours: Result) -> list[Failure]:
-    """The rules that ours breaks against the first reference, if it breaks some against each."""
+    """The rules that ours breaks against the last reference, if it breaks some against each."""
     found = [_judge_against(reference, case, ours) for reference in _references(case)]
     if not all(found):
         return []
-    return [replace(failure, detail=failure.detail + _remark(case, ours)) for failure in found[0]]
+    return [replace(failure, detail=failure.detail + _remark(case, ours)) for failure in found[-1]]
 
 
 def _remark(case: Case, ours: Result) -> str:
@@ -90,15 +90,15 @@ def _judge_against(reference: Case, case: Case, ours: Result) -> list[Failure]:
             changed = (case.between, case.hook) != ("nothing", "none")
             same = type(ours) is type(stock) or may_refuse(case) or (changed and isinstance(ours, RuntimeError))
             return [] if same else [Failure(f"another error: {_short(ours)}", f"stock: {_short(stock)}")]
-        return [Failure(f"only stock raises: {_short(stock)}", str(stock)[:300])]
+        return [Failure(f"only stock raises: {_short(stock)}", _line(stock))]
     if isinstance(ours, PaddingError) and may_refuse(case):
         return []
     if isinstance(ours, ActCompressError):
         if any(text in str(ours) for text in ALLOWED):
             return []
-        return [Failure(f"refused: {_short(ours)}", str(ours)[:300])]
+        return [Failure(f"refused: {_short(ours)}", _line(ours))]
     if isinstance(ours, Exception):
-        return [Failure(f"crash: {_short(ours)}", str(ours)[:300])]
+        return [Failure(f"crash: {_short(ours)}", _line(ours))]
     failures = compare(case, ours, stock, lambda: _oracle(case))
     return [failure for failure in failures if failure.rule != ABOVE_LAW or _is_confirmed(reference, case)]
 
@@ -123,6 +123,10 @@ def _is_confirmed(reference: Case, case: Case) -> bool:
 def _oracle(case: Case) -> Sequence[Seen] | None:
     found = _outcome(case, "oracle")
     return None if isinstance(found, Exception) else found
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())[:300]
 
 
 def _short(error: Exception) -> str:

@@ -50,6 +50,8 @@ BOUNDS: dict[str, float] = {
 WRONG, WRONG_FROM = 0.3, 0.03
 ABOVE_LAW = "gradient error above the law"
 SCALE = "scale differs: scale"
+# a limit for cases without an oracle, in roundings
+CHECKPOINTED = 16
 HIDDEN = "gradient finite where stock's is not"
 Oracle = Callable[[], Sequence[Seen] | None]
 
@@ -271,6 +273,9 @@ def _within_law(case: Case, pairs: list[tuple[Seen, Tensor]], oracle: Oracle) ->
     truth = _by_name(oracle() or ())
     found = [(seen.value, stock, truth[_key(seen)]) for seen, stock in pairs if _key(seen) in truth]
     if len(found) < len(pairs):
+        if case.checkpointing != "none" and error <= CHECKPOINTED * EPS[case.mode]:
+            # a checkpointed layer of stock runs again with what its modules are by then; the oracle's does not
+            return []
         return [Failure("no oracle", f"error against stock {error:.3g}")]
     # an element counts only if all three values are finite
     finite = [(a, b, t, a.isfinite() & b.isfinite() & t.isfinite()) for a, b, t in found]

@@ -15,8 +15,10 @@ from tests.fuzz.case import Case
 from tests.fuzz.families import EAGER_ONLY, FUZZED
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj"]
 # PEFT refuses the layers whose weights Mamba hands to a kernel, and dropout and second adapters on experts
-LORA_TARGETS = {"mamba": ["in_proj", "x_proj"], "mixtral": ["q_proj", "k_proj", "v_proj", "o_proj"]}
+LORA_TARGETS: dict[str, list[str]] = {"mamba": ["in_proj", "x_proj"]}
+NO_LORA_ELSEWHERE = {("mixtral", "dropout"): _PROJECTIONS, ("mixtral", "two"): _PROJECTIONS}
 SIDES = ("stock", "ours", "oracle")
 # the length of the labels of T5 and BART, whatever the length of the source
 TARGET_LENGTH = 5
@@ -76,7 +78,7 @@ def _with_lora(model: Any, case: Case) -> Any:
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(case.seed + 1)
-    targets: Any = LORA_TARGETS.get(case.family, "all-linear")
+    targets = NO_LORA_ELSEWHERE.get((case.family, case.lora)) or LORA_TARGETS.get(case.family, "all-linear")
     lora = LoraConfig(
         r=3, target_modules=targets, init_lora_weights=False, lora_dropout=0.3 if case.lora == "dropout" else 0.0
     )
