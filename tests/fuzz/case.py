@@ -126,7 +126,8 @@ class Case:
             changes["keep_logits"] = True
         if changes.get("program", self.program) == "scaler":
             changes["mode"] = "autocast-fp16"
-        if "unpatch" in (self.between, self.program.removesuffix("ed-backward")) and self.checkpointing == "non-reentrant":
+        unpatched = self.between == "unpatch" or changes.get("program", self.program) == "unpatched-backward"
+        if unpatched and self.checkpointing == "non-reentrant":
             # the recomputation would then run stock's code; torch notices the difference and raises an error
             changes["checkpointing"] = "reentrant"
         if self.program == "threads":

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from tests.fuzz.between import BETWEEN
@@ -46,8 +47,11 @@ def _others(name: str) -> dict[str, Any]:
 
 def _case(name: str, preset: str, **fields: Any) -> Case:
     # the preset "long" returns no logits; here that is a field of its own
-    logits = preset != "long"
-    return Case(preset=preset, keep_logits=logits, batch=2, length=7, **fields, **_others(name)).tidy()
+    case = Case(preset=preset, keep_logits=preset != "long", batch=2, length=7, **fields, **_others(name)).tidy()
+    if preset == "int8" and case.lora != "none" and case.checkpointing != "none":
+        # adapters alone, of layers that are computed again from rounded inputs: no limit tells wrong from lossy
+        case = replace(case, checkpointing="none")
+    return case
 
 
 def between_cases() -> Iterator[tuple[str, Case]]:
