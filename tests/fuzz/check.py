@@ -77,7 +77,9 @@ def _right_anyway(reference: Case, case: Case, ours: Sequence[Seen]) -> str:
         oracle = _oracle(reference)
     if isinstance(stock, Exception):
         return ""
-    failures = compare(case, ours, stock, lambda: oracle)
+    # the forward is left out: torch's copies may have other strides, and so other roundings
+    sides = [[seen for seen in side if seen.kind == "gradient"] for side in (ours, stock)]
+    failures = compare(case, *sides, lambda: oracle)
     return f"ours are wrong: {failures[0].detail}; " if failures else "ours are right; "
 
 
