@@ -47,6 +47,25 @@ _MORE: tuple[Family, ...] = (
     ),
     Family("olmo2", "Olmo2Config", _DECODER, "Olmo2ForCausalLM", ("attention_dropout",), bit_equal=()),
     Family(
+        "gemma3", "Gemma3TextConfig", {**_DECODER, "head_dim": 8, "sliding_window": 6, "query_pre_attn_scalar": 8},
+        "Gemma3ForCausalLM", ("attention_dropout",), bit_equal=(),
+    ),
+    Family(
+        "roformer", "RoFormerConfig", {**_SIZES, "embedding_size": 32, "pad_token_id": 0}, "RoFormerForMaskedLM",
+        _BERT_DROPOUT, "masked", bit_equal=(),
+    ),
+    Family(
+        "bloom", "BloomConfig",
+        {"vocab_size": VOCAB, "hidden_size": 32, "n_layer": 2, "n_head": 4, "use_cache": False},
+        "BloomForCausalLM", ("hidden_dropout", "attention_dropout"), bit_equal=(),
+    ),
+    Family(
+        "mamba", "MambaConfig",
+        {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4, "use_cache": False,
+         "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "use_mambapy": False},
+        "MambaForCausalLM", (), bit_equal=(),
+    ),
+    Family(
         "albert", "AlbertConfig", {**_SIZES, "embedding_size": 16, "pad_token_id": 0}, "AlbertForMaskedLM",
         _BERT_DROPOUT, "masked", bit_equal=(),
     ),
@@ -55,4 +74,4 @@ _MORE: tuple[Family, ...] = (
 FUZZED: dict[str, Family] = {**BY_NAME, **{family.name: family for family in _MORE}}
 
 # these have no scaled_dot_product_attention in transformers
-EAGER_ONLY = ("deberta-v2",)
+EAGER_ONLY = ("deberta-v2", "roformer", "bloom", "mamba")

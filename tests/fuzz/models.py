@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +15,10 @@ from tests.fuzz.case import Case
 from tests.fuzz.families import EAGER_ONLY, FUZZED
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj"]
+# PEFT refuses the layers whose weights Mamba hands to a kernel, and dropout and second adapters on experts
+LORA_TARGETS: dict[str, list[str]] = {"mamba": ["in_proj", "x_proj"]}
+NO_LORA_ELSEWHERE = {("mixtral", "dropout"): _PROJECTIONS, ("mixtral", "two"): _PROJECTIONS}
 SIDES = ("stock", "ours", "oracle")
 # the length of the labels of T5 and BART, whatever the length of the source
 TARGET_LENGTH = 5
@@ -35,8 +40,11 @@ def config_of(case: Case) -> CompressionConfig:
     )
 
 
-def build(case: Case, side: str, index: int = 0) -> Any:
-    """The model of one side. The `index`-th model of a case has weights of its own, the same on every side."""
+def build(case: Case, side: str, index: int = 0, prepare: Callable[[Any], None] = lambda model: None) -> Any:
+    """The model of one side. The `index`-th model of a case has weights of its own, the same on every side.
+
+    `prepare` puts on what is neither stock's nor ours (hooks).
+    """
     family = FUZZED[case.family]
     options: dict[str, Any] = {} if case.family in EAGER_ONLY else {"attn_implementation": case.attention}
     if case.cache:
@@ -51,6 +59,7 @@ def build(case: Case, side: str, index: int = 0) -> Any:
         model.gradient_checkpointing_enable({"use_reentrant": case.checkpointing == "reentrant"})
         if case.lora != "none":
             model.enable_input_require_grads()
+    prepare(model)
     if side == "ours" and not case.patch_first:
         patch_model(model, config_of(case))
     return _oracle_of(model) if side == "oracle" else model
@@ -69,10 +78,15 @@ def _with_lora(model: Any, case: Case) -> Any:
     from peft import LoraConfig, get_peft_model
 
     torch.manual_seed(case.seed + 1)
+    targets = NO_LORA_ELSEWHERE.get((case.family, case.lora)) or LORA_TARGETS.get(case.family, "all-linear")
     lora = LoraConfig(
-        r=3, target_modules="all-linear", init_lora_weights=False, lora_dropout=0.3 if case.lora == "dropout" else 0.0
+        r=3, target_modules=targets, init_lora_weights=False, lora_dropout=0.3 if case.lora == "dropout" else 0.0
     )
-    return get_peft_model(model, lora)
+    adapted = get_peft_model(model, lora)
+    if case.lora == "two":
+        targets = [name.removesuffix(".lora_A") for name, _ in model.named_modules() if name.endswith(".lora_A")]
+        adapted.add_adapter("other", LoraConfig(r=5, target_modules=targets[::2], init_lora_weights=False))
+    return adapted
 
 
 def _put_special_value(model: nn.Module, case: Case) -> None:
@@ -102,6 +116,8 @@ def batch_of(case: Case, side: str, index: int = 0) -> Batch:
             batch[name].requires_grad_(case.embeds)
     if case.hidden:
         batch["output_hidden_states"] = True
+    if case.between == "loss-attentions":
+        batch["output_attentions"] = True
     return batch
 
 

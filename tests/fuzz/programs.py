@@ -13,7 +13,9 @@ from torch import Tensor
 
 from hf_actcompress import unpatch_model
 from tests.families import Batch, Fp64
+from tests.fuzz.between import BETWEEN, Moment
 from tests.fuzz.case import Case
+from tests.fuzz.hooks import add_hook
 from tests.fuzz.models import batch_of, build
 
 # factors for the loss, so that small gradients are not subnormal in fp16; a GradScaler does the same
@@ -41,9 +43,21 @@ class Run:
     case: Case
     side: str
     seen: list[Seen] = field(default_factory=list)
+    handles: list[Any] = field(default_factory=list)
+    output: Any = None
+    in_forward: bool = False
 
     def model(self, index: int = 0, side: str = "") -> Any:
-        return build(self.case, side or self.side if self.side != "oracle" else "oracle", index)
+        return build(self.case, side or self.side if self.side != "oracle" else "oracle", index, self._add_hooks)
+
+    def _add_hooks(self, model: Any) -> None:
+        if self.case.hook != "none":
+            self.handles += add_hook(model, self.case.hook, self.case.place, self.case.at, self._read)
+
+    def _read(self, name: str, value: Tensor) -> None:
+        # gradient checkpointing may call a hook again in backward
+        if self.in_forward:
+            self.show("forward", "hook", f"{name} {len(self.seen)}", value)
 
     def batch(self, index: int = 0) -> Batch:
         return batch_of(self.case, self.side, index)
@@ -65,7 +79,9 @@ class Run:
     def forward(self, model: Any, batch: Batch, stage: str) -> Tensor:
         """One forward; shows the loss, the logits and hidden states. Returns the loss."""
         with self.precision():
-            output = model(**batch)
+            self.in_forward = True
+            self.output = output = model(**batch)
+            self.in_forward = False
             loss = output.get("loss")
             if loss is None or self.case.labels == "both":
                 own = _own_loss(output.logits)
@@ -102,8 +118,12 @@ def _wanted_inputs(batch: Batch) -> list[tuple[str, Tensor]]:
 
 
 def _step(run: Run) -> None:
-    model, batch = run.model(), run.batch()
-    run.forward(model, batch, "step").backward()
+    model, batch, row = run.model(), run.batch(), BETWEEN[run.case.between]
+    row.before(model)
+    moment = Moment(run, model, run.forward(model, batch, "step"), run.output)
+    run.output = None
+    row.then(moment)
+    moment.loss.backward()
     run.gradients(model, batch, "step")
 
 

@@ -1,0 +1,44 @@
+"""What users do between forward and backward, and hooks that read and write: losses and gradients are stock's.
+
+A failing case is one of the fuzz: the message is the command that runs it alone.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.fuzz.__main__ import reproduction
+from tests.fuzz.case import Case
+from tests.fuzz.check import check
+from tests.fuzz.hooks import PLACES, modules_at
+from tests.fuzz.models import build
+from tests.fuzz.tables import FAMILIES, WITHOUT, between_cases, hook_cases
+
+pytestmark = pytest.mark.filterwarnings("ignore")
+BETWEEN_CASES, HOOK_CASES = dict(between_cases()), dict(hook_cases())
+
+
+def _assert_as_stock(case: Case) -> None:
+    if case.lora != "none":
+        pytest.importorskip("peft")
+    lines = [f"{failure.rule}: {failure.detail}" for failure in check(case)]
+    assert not lines, "\n".join([*lines, reproduction(case)])
+
+
+@pytest.mark.daily(24)
+@pytest.mark.parametrize("name", BETWEEN_CASES)
+def test_between_forward_and_backward(name: str) -> None:
+    _assert_as_stock(BETWEEN_CASES[name])
+
+
+@pytest.mark.daily(24)
+@pytest.mark.parametrize("name", HOOK_CASES)
+def test_hooks(name: str) -> None:
+    _assert_as_stock(HOOK_CASES[name])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_place_of_the_table_has_modules(family: str) -> None:
+    """Otherwise a hook would be put on nothing, and its case could not fail."""
+    model = build(Case(family=family), "stock")
+    assert [place for place in PLACES if not modules_at(model, place)] == [*WITHOUT.get(family, ())]
