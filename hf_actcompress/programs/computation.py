@@ -54,3 +54,11 @@ class Computation:
         for weight, i in self.first_readers.items():
             done[i] = (*done.get(i, ()), weight)
         return tuple(done[i] for i in sorted(done, reverse=True))
+
+    def inputs_of(self, value: int) -> frozenset[int]:
+        """The inputs on which a value depends."""
+        found = {value}
+        for step in reversed(self.steps):
+            if found.intersection(step.outs):
+                found.update(x for x in step.ins if x is not None)
+        return frozenset(x for x in found if x < len(self.metas))

@@ -227,15 +227,6 @@ def _made_again(program: Computation, forward: Emitter, backward: Backward) -> d
     return again
 
 
-def _inputs_of(program: Computation, value: int) -> frozenset[int]:
-    """The inputs on which a value depends."""
-    found = {value}
-    for step in reversed(program.steps):
-        if found.intersection(step.outs):
-            found.update(x for x in step.ins if x is not None)
-    return frozenset(x for x in found if x < len(program.metas))
-
-
 def assembled(program: Computation, forward: Emitter, backward: Backward) -> ProgramPlan:
     """The plan that both graphs make."""
     inputs = len(program.metas)
@@ -273,7 +264,7 @@ def assembled(program: Computation, forward: Emitter, backward: Backward) -> Pro
             for i, (made, node) in again.items()
         ),
         frozenset(i for i, value in enumerate(program.outputs) if value in program.optional),
-        tuple(_inputs_of(program, value) for value in program.outputs if value in backward.wanted),
+        tuple(program.inputs_of(value) for value in program.outputs if value in backward.wanted),
         tuple(program.layouts.get(value) for value in program.outputs if value in backward.wanted),
         any(step.operation.differentiates for step in program.steps),
     )

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .held import Made
+from .held import Made, check_versions
 from .record import Derived, Recipe, Record, parts, versions
 from .views import dense, extent, viewed
 
@@ -57,6 +57,13 @@ class Entry:
             self.derivations[key] = Recipe(partial(viewed, shape=x.shape, stride=x.stride()))
         return Derived(self.derivations[key], (self.record,))
 
+    def end(self) -> None:
+        """Nothing is known any more of what is in the tensor. Who has saved its record gets what is in it now."""
+        y, record = self.tensor(), self.record
+        if y is not None and isinstance(record, Derived) and record.recipe.uses and not self.derivations:
+            order = y.detach().as_strided(self.shape, self.stride)
+            record.recipe.recompute = partial(_as_it_is, order, y._version)
+
     def describes(self, x: Tensor) -> bool:
         """Whether the record can give x, which has the same data as this tensor."""
         if self.record is None or self.versions != versions(self.record):
@@ -66,6 +73,11 @@ class Entry:
         # The record gives a contiguous tensor with as many elements as this one. x can be made from it as a view if
         # this tensor has no gaps in memory, and if x reads nothing behind the last element.
         return dense(self.shape, self.stride) and extent(x) <= x.numel()
+
+
+def _as_it_is(x: Tensor, version: int, *_: Tensor) -> Tensor:
+    check_versions((x,), (version,))
+    return x
 
 
 class Noted:

@@ -26,7 +26,6 @@ from torch.nn import Parameter
 from ..codecs import IDENTITY, Codec
 from ._current import current
 from .entry import Entry
-from .held import check_versions
 from .outside import hooks_outside
 from .padding import is_dropped, keep, keep_later, padding_in, rows_left_out
 from .record import Derived, Recipe, Record, Stored
@@ -157,16 +156,7 @@ def forget(x: Tensor) -> None:
     """
     key = _key(x)
     for other in [] if key is None else [other for other in _state.entries if other[0] == key[0]]:
-        entry = _state.entries.pop(other)
-        y = entry.tensor()
-        if y is not None and isinstance(entry.record, Derived) and entry.record.recipe.uses and not entry.derivations:
-            order = y.detach().as_strided(entry.shape, entry.stride)
-            entry.record.recipe.recompute = partial(_as_it_is, order, y._version)
-
-
-def _as_it_is(x: Tensor, version: int, *_: Tensor) -> Tensor:
-    check_versions((x,), (version,))
-    return x
+        _state.entries.pop(other).end()
 
 
 def record_before_write(x: Tensor) -> Record | None:
