@@ -242,7 +242,12 @@ def assembled(program: Computation, forward: Emitter, backward: Backward) -> Pro
     def places(values: Sequence[int]) -> tuple[int, ...]:
         return tuple(at.get(value, value) for value in values)
 
-    given = [(i, x) for i, x in enumerate(backward.kept) if x < inputs and x not in program.weights]
+    given = [
+        _outside(program, backward, i, x)
+        for i, x in enumerate(backward.kept)
+        if x < inputs and x not in program.weights
+    ]
+    wanted = [value for value in program.outputs if value in backward.wanted]
     return ProgramPlan(
         forward.code(results),
         backward.code([*map(backward.gradients.get, range(inputs))]),
@@ -251,20 +256,20 @@ def assembled(program: Computation, forward: Emitter, backward: Backward) -> Pro
         places(backward.kept),
         tuple(backward.readers[value] for value in backward.kept),
         tuple(value in program.weights for value in backward.kept),
-        tuple(_outside(program, backward, i, x) for i, x in given),
+        tuple(given),
         bool(backward.packed),
         tuple(
             Rebuilt(
                 i,
                 made.code([node]),
                 places(made.kept),
-                tuple(backward.place_of_own(x) for x in made.kept),
+                tuple(map(backward.place_of_own, made.kept)),
                 tuple(x >= inputs and x in program.layouts for x in made.kept),
             )  # fmt: skip
             for i, (made, node) in again.items()
         ),
         frozenset(i for i, value in enumerate(program.outputs) if value in program.optional),
-        tuple(program.inputs_of(value) for value in program.outputs if value in backward.wanted),
-        tuple(program.layouts.get(value) for value in program.outputs if value in backward.wanted),
+        tuple(map(program.inputs_of, wanted)),
+        tuple(map(program.layouts.get, wanted)),
         any(step.operation.differentiates for step in program.steps),
     )
