@@ -28,7 +28,7 @@ from ..config import CompressionConfig
 from ..methods.chosen_tokens.model import choice_of_call, choosing
 from ..methods.gact.model import refresh_bits
 from ..modules.hooked import hooks_of, watch
-from ..records import Padding, RepeatedRows, dropping, frame, in_frame, netted
+from ..records import Padding, RepeatedRows, dropping, frame, in_frame, netted, without_inference
 from ..reference.rng import Generators
 from .arguments import arguments
 from .heads import deferred_logits
@@ -104,6 +104,8 @@ class PatchedForward:
         if not self.active:
             return self._stock()(*args, **kwargs)
         stock = self._stock()
+        if torch.is_grad_enabled():
+            args, kwargs = without_inference((args, kwargs))
         given = arguments(stock, args, kwargs)
         with self._outermost(stock, given, args, kwargs), deferred_logits(self.model, given) as finished:
             # the masks of chosen tokens are cut out of whole masks

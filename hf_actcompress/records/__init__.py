@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from ._current import current, stock_only
 from .hooks import kept_through
-from .nested import is_foreign, tensors_in
+from .nested import is_foreign, tensors_in, without_inference
 from .net import netted
 from .outside import hooks_outside
 from .own_ops import applied, is_made_again, unnetted
@@ -92,4 +92,5 @@ __all__ = [
     "tensors_in",
     "unnetted",
     "whole_record_of",
+    "without_inference",
 ]

@@ -53,3 +53,14 @@ def replaced(value: Any, by: Iterator[Any]) -> Any:
         other.data = {key: replaced(item, by) for key, item in value.items()}
         return other
     return value
+
+
+def without_inference(value: Any) -> Any:
+    """The same nested value with copies of tensors that were made in inference mode: autograd saves none of those.
+
+    A model may be given such tensors by a frozen tower. Stock need not save them where it saves what is made of them.
+    """
+    tensors = list(tensors_in(value))
+    if not any([x.is_inference() for x in tensors]):
+        return value
+    return replaced(value, iter([x.clone() if x.is_inference() else x for x in tensors]))

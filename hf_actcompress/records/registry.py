@@ -224,7 +224,7 @@ def record_in_order_of(x: Tensor, order: Tensor, codec: Codec) -> Record:
     if known is not None:
         return known
     if (codec == IDENTITY and rows_left_out(order) is None) or _is_parameter(x):
-        return Stored(IDENTITY, (order,))
+        return Stored(IDENTITY, (order.clone() if order.is_inference() else order,))
     record = keep_later(order, codec)
     entry = entry or _insert(x, None)
     if entry is not None and entry.record is None:
