@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..private_apis import delayed_error
+from ..private_apis import as_batch, delayed_error, is_batched, outside_of_batch, samples_in
 
 _MESSAGE = (
     "hf_actcompress has no second derivatives: an op of a patched model was differentiated twice (create_graph=True, a "
@@ -31,7 +31,11 @@ def once_differentiable(backward: Callable[..., Any], always: bool = False) -> C
     def once(ctx: Any, *grads: Tensor | None) -> Any:
         if not always and grads.count(None) == len(grads):
             return (None,) * len(ctx.needs_input_grad)
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        if torch.compiler.is_compiling():
+            return backward(ctx, *grads)
+        if any(map(is_batched, grads)):
+            return _for_each_sample(partial(once, _Again(ctx)), grads)
+        if not torch.is_grad_enabled():
             return backward(ctx, *grads)
         with torch.no_grad():
             results = backward(ctx, *grads)
@@ -39,6 +43,36 @@ def once_differentiable(backward: Callable[..., Any], always: bool = False) -> C
         return delayed_error(_MESSAGE, len(results))(*map(_requiring, results))
 
     return once
+
+
+class _Again:
+    """A ctx for a backward that runs several times."""
+
+    runs_again = True
+
+    def __init__(self, ctx: Any) -> None:
+        self._ctx = ctx
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ctx, name)
+
+    def maybe_clear_saved_tensors(self) -> None:
+        """Do nothing: the next run reads them, too."""
+
+
+def _for_each_sample(backward: Callable[..., Any], grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    """The gradients of a batch of samples, for which a transform runs one backward. Our code takes no such tensors."""
+    like = next(g for g in grads if is_batched(g))
+    assert like is not None
+    parts = [samples_in(g) if g is not None and is_batched(g) else None for g in grads]
+    count = next(part.size(0) for part in parts if part is not None)
+    with outside_of_batch(like):
+        found = [
+            backward(*(g if part is None else part[i] for g, part in zip(grads, parts, strict=True)))
+            for i in range(count)
+        ]
+    found = [results if isinstance(results, tuple) else (results,) for results in found]
+    return tuple(None if x[0] is None else as_batch(torch.stack(x), like) for x in zip(*found, strict=True))
 
 
 def _requiring(grad: Tensor | None) -> Tensor | None:

@@ -152,6 +152,18 @@ PRIVATE_APIS: tuple[PrivateAPI, ...] = (
     PrivateAPI("torch._dynamo.utils.counters", _T, "whether a graph was broken, for a warning"),
     PrivateAPI("torch._dynamo.callback_handler.end_callbacks", _T, "the end of a frame that may be broken or skipped"),
     PrivateAPI("torch._guards.CompileContext.current_compile_id", _T, "which frame of a broken graph is compiled"),
+    PrivateAPI("torch._C._functorch.is_legacy_batchedtensor", _T, "backwards of several samples at once"),
+    PrivateAPI("torch._C._functorch.is_batchedtensor", _T, "backwards of several samples at once"),
+    PrivateAPI("torch._C._functorch.maybe_get_level", _T, "backwards of several samples at once"),
+    PrivateAPI("torch._C._functorch._remove_batch_dim", _T, "backwards of several samples at once"),
+    PrivateAPI("torch._C._functorch._add_batch_dim", _T, "backwards of several samples at once"),
+    PrivateAPI(
+        "torch._functorch.pyfunctorch.temporarily_pop_interpreter_stack", _T, "backwards of several samples at once"
+    ),
+    PrivateAPI("torch._remove_batch_dim", _T, "backwards of several samples at once"),
+    PrivateAPI("torch._add_batch_dim", _T, "backwards of several samples at once"),
+    PrivateAPI("torch._C._vmapmode_increment_nesting", _T, "backwards of several samples at once"),
+    PrivateAPI("torch._C._vmapmode_decrement_nesting", _T, "backwards of several samples at once"),
     PrivateAPI("torch._C._get_tracing_state", _T, "stock's code in a torch.jit.trace"),
     PrivateAPI("torch.compiler._is_exporting_flag", _T, "no marks in a program for those who do not have this package"),
     PrivateAPI("torch._dispatch.python.enable_python_dispatcher", _T, "codecs traced for sizes that may be any"),

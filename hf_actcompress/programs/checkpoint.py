@@ -29,7 +29,7 @@ from .keeping import Outside, opened, put_together, taken_apart
 from .left_out import LeftOut
 from .partial_gradients import PartialGradients
 from .plan import ProgramPlan, assembled, both_ways, forward_of, writing
-from .stages import Stages, no_gradients, run_backward, running
+from .stages import Stages, no_gradients, run_backward, running, stages_of
 
 # the options that a plain checkpoint may have
 _PLAIN = {"use_reentrant": False, "preserve_rng_state": True}
@@ -143,5 +143,5 @@ class CheckpointedFunction(torch.autograd.Function):
             values.reverse()
             values.extend(handed)
             handed.clear()
-        found = run_backward(plan.backward, plan.differentiates, ctx.stages, values, grads, without)
+        found = run_backward(plan.backward, plan.differentiates, stages_of(ctx), values, grads, without)
         return (None, None, None, None, None, None, None, *found)

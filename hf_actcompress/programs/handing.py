@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..private_apis import is_batched
 from ..records import Derived, declare_as, known_record
 
 # from this number of elements on, gradients of outputs are handed over in this way: 4 MiB of fp32
@@ -38,6 +39,9 @@ class HeadsHanded(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
+        if any(map(is_batched, grads)):
+            # the program's backward runs for one sample after the other
+            return (None, None, *grads)
         ctx.heads.update((i, g) for i, g in zip(ctx.places, grads, strict=True) if g is not None)
         return (None, None, *(None if g is None else g.new_zeros(()).expand(g.shape) for g in grads))
 

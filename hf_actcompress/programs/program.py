@@ -28,7 +28,7 @@ from .keeping import know_outside, put_together, taken_apart
 from .left_out import LeftOut
 from .partial_gradients import PartialGradients
 from .plan import ProgramPlan, make_plan
-from .stages import Stages, Stops, no_gradients, run_backward, running, stops_of
+from .stages import Stages, Stops, no_gradients, run_backward, running, stages_of, stops_of
 
 
 @dataclass
@@ -173,5 +173,5 @@ class ProgramFunction(torch.autograd.Function):
         saved.reverse()
         saved.extend(handed)
         handed.clear()
-        found = run_backward(plan.backward, plan.differentiates, ctx.stages, saved, grads, without)
+        found = run_backward(plan.backward, plan.differentiates, stages_of(ctx), saved, grads, without)
         return (None, None, None, None, None, None, *found)

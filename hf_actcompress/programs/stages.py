@@ -159,6 +159,16 @@ def running(differentiates: bool) -> AbstractContextManager[Any]:
     return nullcontext() if differentiates else below_autograd()
 
 
+def stages_of(ctx: Any) -> Stages | None:
+    """The stages of a backward. Raises RuntimeError if it runs for several samples: later stages run once."""
+    if ctx.stages is not None and getattr(ctx, "runs_again", False):
+        raise RuntimeError(
+            "a patched layer cannot compute gradients of several samples at once where gradients are added to those "
+            "that are there; call zero_grad(set_to_none=True) before the forward, or unpatch_model(model)"
+        )
+    return ctx.stages  # type: ignore[no-any-return]
+
+
 def no_gradients(ctx: Any, stages: Stages | None) -> tuple[None, ...]:
     """What a backward returns if no output has a gradient: autograd runs nodes below a tensor that has none, too."""
     if stages is not None:
