@@ -18,6 +18,8 @@ from .arguments import cache_in
 _OF_TOKENS = ("input_ids", "attention_mask", "position_ids", "token_type_ids")
 # other arguments, on which hidden states do not depend
 _OTHERS = ("labels", "shift_labels", "cache_position", "logits_to_keep", "num_items_in_batch")
+# values of which nothing differs between rows
+_PLAIN = (bool, int, float, str, type(None))
 # fields of configs for dropout that is a function and no module
 _DROPOUTS = ("attention_dropout", "attention_probs_dropout_prob", "activation_dropout", "dropout", "hidden_dropout")
 
@@ -56,7 +58,8 @@ def copies_of_call(model: nn.Module, given: Mapping[str, Any]) -> RepeatedRows |
     tokens = [given[name] for name in _OF_TOKENS if given.get(name) is not None]
     known = (*_OF_TOKENS, *_OTHERS)
     unknown = [value for name, value in given.items() if name not in known and value is not cache]
-    if any(isinstance(x, Tensor) for x in tree_leaves(unknown)) or any(type(x) is not Tensor for x in tokens):
+    # rows may differ by what is in a tensor, or in an object such as another library's cache
+    if not all(isinstance(x, _PLAIN) for x in tree_leaves(unknown)) or any(type(x) is not Tensor for x in tokens):
         return None
     ids = tokens[0] if tokens else None
     if ids is None or ids.dim() != 2 or ids.is_floating_point() or ids.size(0) < 2 or ids.device.type == "meta":
