@@ -9,7 +9,6 @@ import types
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import update_wrapper, wraps
 from importlib import import_module
 from typing import Any
 
@@ -171,41 +170,6 @@ def test_probe_is_the_same_wherever_a_file_is_loaded() -> None:
     with mode_of("autocast"), torch.inference_mode():
         assert probe(rotary)
     assert torch.equal(torch.get_rng_state(), state)
-
-
-def test_decorators_of_a_forward_run(calls: Calls) -> None:
-    """The attention's forward is copied with its decorators. transformers 5.24 has one on each forward."""
-    seen = []
-
-    class Decorated(modeling_llama.LlamaAttention):
-        @wraps(modeling_llama.LlamaAttention.forward)
-        def forward(self, *args: Any, **kwargs: Any) -> Any:
-            seen.append(self)
-            return stock(self, *args, **kwargs)
-
-    stock = Decorated.forward.__wrapped__  # type: ignore[attr-defined]
-    model, batch = BY_NAME["llama"].build(), BY_NAME["llama"].make_batch()
-    expected = step(patch_model(copy.deepcopy(model), BODY), batch)
-    for layer in model.model.layers:
-        layer.self_attn.__class__ = Decorated
-    calls.clear()
-    loss, grads = step(patch_model(model, BODY), batch)
-    assert len(calls) == len(seen) == LAYERS
-    assert torch.equal(loss, expected[0]) and not differing(grads, expected[1])
-
-
-def test_a_forward_that_its_decorator_does_not_hold_stays_stocks() -> None:
-    class Hiding:
-        def __init__(self, forward: Any) -> None:
-            self.inner = forward
-            update_wrapper(self, forward)
-
-        def __call__(self, *args: Any, **kwargs: Any) -> Any:
-            return self.inner(*args, **kwargs)
-
-    kind = with_name(modeling_llama.LlamaAttention.forward)
-    kind.forward = Hiding(kind.forward)
-    assert rope.calls_rope(kind) and "decorator" in str(rope.why_stock(kind))
 
 
 def test_nothing_global_changes_and_unpatching_restores() -> None:
