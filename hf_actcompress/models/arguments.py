@@ -1,11 +1,16 @@
-"""The arguments of a call by their names in the forward. The names are cached, because every step needs them."""
+"""The arguments of a call: by their names in the forward, and the cache among them.
+
+The names are cached, because every step needs them.
+"""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any
+
+from transformers import Cache
 
 
 @cache
@@ -30,3 +35,16 @@ def arguments(stock: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
         return {**inspect.signature(stock).bind_partial(*args).arguments, **kwargs}
     names = argument_names(function)
     return {**{names[i] if i < len(names) else str(i): x for i, x in enumerate(args)}, **kwargs}
+
+
+def is_cache(value: Any) -> bool:
+    """Whether an argument is a cache of keys and values, whatever its name is in this model and release."""
+    return isinstance(value, Cache)
+
+
+def cache_in(values: Iterable[Any]) -> Any:
+    """The first cache among the arguments of a call; None if there is none."""
+    for value in values:
+        if isinstance(value, Cache):
+            return value
+    return None

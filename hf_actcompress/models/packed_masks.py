@@ -25,6 +25,7 @@ from ..modules.base import PLAIN_TENSORS, stock_type
 from ..ops import PackedMask
 from ..private_apis import transforms_or_export
 from ..reference.sequences import Band, Sequences, sequences_of
+from .arguments import cache_in
 from .attention_rows import calls_interface, goes_in_rows
 from .function_copies import GlobalsCopy, copy_of_forward, read_global
 
@@ -36,8 +37,8 @@ _MAKERS = {
     "create_bidirectional_mask": (None, False),
     "create_bidirectional_sliding_window_mask": ("sliding_window", False),
 }
-# the arguments that these functions may get
-_KNOWN = {"config", "inputs_embeds", "attention_mask", "past_key_values", "position_ids", "layer_idx"}
+# the arguments that these functions may get, beside a cache
+_KNOWN = {"config", "inputs_embeds", "attention_mask", "position_ids", "layer_idx"}
 # in elements: a smaller mask is made if each row is one sequence, because with it the bits are stock's
 SMALLEST_MASK = 2**20
 
@@ -139,11 +140,12 @@ def _is_compiled(module: Any) -> bool:
 
 def _maker(stock: Callable[..., Any], field: str | None, causal: bool) -> Callable[..., Any]:
     """A function that makes stock's mask, without memory of its own where attention does not need its values."""
-    signature = inspect.signature(stock)
+    names = tuple(inspect.signature(stock).parameters)
 
     def make(*args: Any, **kwargs: Any) -> Any:
         call = _call.get()
-        given = signature.bind(*args, **kwargs).arguments
+        # keywords that only a decorator of the function knows go to it as they are
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
         if call is None or not _is_plain(given, call, causal) or call.is_compiled:
             return stock(*args, **kwargs)
         embeds, reach = given["inputs_embeds"], getattr(given["config"], field, None) if field else None
@@ -199,9 +201,9 @@ def _is_plain(given: dict[str, Any], call: _Call, causal: bool) -> bool:
     positions = given.get("position_ids")
     if causal and call.positions is not None and positions is not None and positions is not call.positions:
         return False
-    if any(value is not None for name, value in given.items() if name not in _KNOWN):
+    past = cache_in(given.values())
+    if any(value is not None and value is not past for name, value in given.items() if name not in _KNOWN):
         return False
-    past = given.get("past_key_values")
     if past is not None and (call.sequences is not None or type(past) is not DynamicCache or past.get_seq_length()):
         # stock does not look for sequences if there is a cache
         return False

@@ -30,7 +30,7 @@ from ..methods.gact.model import refresh_bits
 from ..modules.hooked import hooks_of, watch
 from ..records import Padding, RepeatedRows, dropping, frame, in_frame, netted, without_inference
 from ..reference.rng import Generators
-from .arguments import arguments
+from .arguments import arguments, cache_in
 from .heads import deferred_logits
 from .packed_masks import packed_forward
 from .rows_left_out import copies_of_call, padding_of_call
@@ -173,7 +173,7 @@ class PatchedForward:
 
     def _refresh_bits(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Measure the bits anew if it is time. Not with a cache, because each of these forwards would fill it again."""
-        if not (self.model.training and torch.is_grad_enabled()) or kwargs.get("past_key_values") is not None:
+        if not (self.model.training and torch.is_grad_enabled()) or cache_in((*args, *kwargs.values())) is not None:
             return
         self._forwards += 1
         if self._forwards != _FIRST_REFRESH and self._forwards % self.config.refresh_bits:

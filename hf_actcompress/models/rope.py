@@ -19,7 +19,7 @@ from .. import ops
 from ..modules.attention import AttentionMixin
 from ..modules.base import keeps_for_backward
 from ..reference import rope_fwd
-from .function_copies import GlobalsCopy, read_global
+from .function_copies import GlobalsCopy, copy_of_forward, read_global
 from .probe import same_bits
 from .rotations import DTYPES, rotation_of
 
@@ -41,8 +41,9 @@ class RotaryMixin(AttentionMixin):
             found = NAME, _ours(read_global(stock_class, NAME))
         else:
             found = rotation_of(stock_class)
-        if found is not None:
-            cls.forward = _forward(stock_class, GlobalsCopy(stock_class.forward, dict([found])))  # type: ignore[method-assign]
+        copied = None if found is None else copy_of_forward(stock_class, dict([found]))
+        if copied is not None:
+            cls.forward = _forward(stock_class, copied)  # type: ignore[method-assign]
 
 
 def _forward(stock_class: Any, rotary: GlobalsCopy) -> Callable[..., Any]:
@@ -61,13 +62,13 @@ def calls_rope(stock_class: Any) -> bool:
 
 def why_stock(stock_class: Any) -> str | None:
     """Why the rotary embeddings of a class that calls the function stay stock's."""
-    forward = stock_class.forward
-    if not isinstance(forward, FunctionType) or hasattr(forward, "__wrapped__"):
-        return "its forward is decorated"
-    function = forward.__globals__.get(NAME)
+    function = read_global(stock_class, NAME)
     if not isinstance(function, FunctionType) or tuple(inspect.signature(function).parameters) != _PARAMETERS:
         return f"its {NAME} is no plain function of (q, k, cos, sin, unsqueeze_dim)"
-    return None if _is_rope(function) else f"its {NAME} is not that of Llama (found by a numeric probe)"
+    if not _is_rope(function):
+        return f"its {NAME} is not that of Llama (found by a numeric probe)"
+    copied = copy_of_forward(stock_class, {NAME: function})
+    return None if copied is not None else "a decorator of its forward does not hold it where a copy could be put"
 
 
 def _ours(stock: Callable[..., Any]) -> Callable[..., Any]:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from .. import ops
 from ..modules.base import keeps_for_backward
+from .function_copies import read_global
 from .probe import same_bits
 
 _NAMES = ("apply_rotary_pos_emb", "apply_rotary_pos_emb_vision")
@@ -38,15 +39,12 @@ def rotation_of(stock_class: Any) -> tuple[str, _Rotation] | None:
 
     None if the forward's code has no norm, or no function of that kind.
     """
-    forward = stock_class.forward
-    if not isinstance(forward, FunctionType) or hasattr(forward, "__wrapped__"):
-        return None
-    names = forward.__code__.co_names
-    if not any("norm" in name for name in names):
+    code = getattr(inspect.unwrap(stock_class.forward), "__code__", None)
+    if code is None or not any("norm" in name for name in code.co_names):
         return None
     for name in _NAMES:
-        function = forward.__globals__.get(name)
-        if name in names and isinstance(function, FunctionType) and is_rotation(function):
+        function = read_global(stock_class, name)
+        if isinstance(function, FunctionType) and is_rotation(function):
             return name, _two(function) if _takes_two(function) else _one(function)
     return None
 

@@ -12,11 +12,14 @@ from torch.utils._pytree import tree_leaves
 from ..errors import SharedRowsError
 from ..private_apis import transforms_or_export
 from ..records import Padding, RepeatedRows, padding_of, repeated_rows_of
+from .arguments import cache_in
 
 # the arguments that say what a token is
 _OF_TOKENS = ("input_ids", "attention_mask", "position_ids", "token_type_ids")
 # other arguments, on which hidden states do not depend
 _OTHERS = ("labels", "shift_labels", "cache_position", "logits_to_keep", "num_items_in_batch")
+# values of which nothing differs between rows
+_PLAIN = (bool, int, float, str, type(None))
 # fields of configs for dropout that is a function and no module
 _DROPOUTS = ("attention_dropout", "attention_probs_dropout_prob", "activation_dropout", "dropout", "hidden_dropout")
 
@@ -51,15 +54,17 @@ def copies_of_call(model: nn.Module, given: Mapping[str, Any]) -> RepeatedRows |
     """
     if why_not(model) or not torch.is_grad_enabled() or transforms_or_export():
         return None
-    cache, mask = given.get("past_key_values"), given.get("attention_mask")
+    cache, mask = cache_in(given.values()), given.get("attention_mask")
     tokens = [given[name] for name in _OF_TOKENS if given.get(name) is not None]
-    unknown = [value for name, value in given.items() if name not in (*_OF_TOKENS, *_OTHERS, "past_key_values")]
-    if any(isinstance(x, Tensor) for x in tree_leaves(unknown)) or any(type(x) is not Tensor for x in tokens):
+    known = (*_OF_TOKENS, *_OTHERS)
+    unknown = [value for name, value in given.items() if name not in known and value is not cache]
+    # rows may differ by what is in a tensor, or in an object such as another library's cache
+    if not all(isinstance(x, _PLAIN) for x in tree_leaves(unknown)) or any(type(x) is not Tensor for x in tokens):
         return None
     ids = tokens[0] if tokens else None
     if ids is None or ids.dim() != 2 or ids.is_floating_point() or ids.size(0) < 2 or ids.device.type == "meta":
         return None
-    if cache is not None and (not hasattr(cache, "get_seq_length") or cache.get_seq_length() > 0):
+    if cache is not None and cache.get_seq_length() > 0:
         return None
     # positions that are given once for all sequences do not differ between them
     of_each = [x for x in tokens if x.dim() == 0 or x.size(0) > 1]

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import dis
 import inspect
 from collections.abc import Callable
+from functools import cache
+from itertools import pairwise
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PretrainedConfig
+from transformers import DynamicCache, EncoderDecoderCache, PretrainedConfig
 
 from ..modules.base import stock_type
 from .refusal import NotStraight
 
 # arguments of decoders: the output of the encoder, and the mask of its padding
 ENCODED, ENCODED_MASK = "encoder_hidden_states", "encoder_attention_mask"
-# arguments that are caches of keys and values
-CACHES = ("past_key_values", "layer_past")
+# what the code of a module reads off a cache of keys and values, and off no tensor
+_OF_CACHES = {*dir(EncoderDecoderCache(DynamicCache(), DynamicCache()))} - {*dir(Tensor)}
 
 
 def arguments(layer: nn.Module, mask: Tensor | None, angles: tuple[Tensor, Tensor]) -> dict[str, Any]:
@@ -25,14 +29,39 @@ def arguments(layer: nn.Module, mask: Tensor | None, angles: tuple[Tensor, Tenso
         "attention_mask": mask,
         "position_embeddings": angles,
         "alibi": None,
-        **dict.fromkeys(CACHES),
+        **dict.fromkeys(cache_names(layer)),
         "use_cache": False,
     }
-    names = {*forward_names(layer)}
-    if "kwargs" in names:
-        # the layer hands its keyword arguments on to its children
-        names = names.union(*map(forward_names, layer.children()))
+    names = _names_within(layer)
     return {name: value for name, value in known.items() if name in names}
+
+
+def cache_names(layer: nn.Module) -> list[str]:
+    """The arguments of a layer's forward that are caches: those that its code, or that of a module in it, reads so."""
+    read = frozenset[str]().union(*(_read_as_caches(stock_type(module).forward) for module in layer.modules()))
+    return sorted(read & _names_within(layer))
+
+
+@cache
+def _read_as_caches(forward: Callable[..., Any]) -> frozenset[str]:
+    """The names of a forward's arguments of which its code reads what only caches have, such as `update`."""
+    function = inspect.unwrap(forward)
+    if not isinstance(function, FunctionType):
+        return frozenset()
+    several = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+    named = {p.name for p in inspect.signature(function).parameters.values() if p.kind not in several}
+    found = set()
+    for before, step in pairwise(dis.get_instructions(function)):
+        if before.opname.startswith("LOAD_FAST") and step.argval in _OF_CACHES:
+            # newer Pythons load two names by one instruction
+            found.add(before.argval[-1] if isinstance(before.argval, tuple) else before.argval)
+    return frozenset(found & named - {"self"})
+
+
+def _names_within(layer: nn.Module) -> set[str]:
+    """The names of a layer's arguments, and of its children's if it hands keyword arguments on to them."""
+    names = {*forward_names(layer)}
+    return names.union(*map(forward_names, layer.children())) if "kwargs" in names else names
 
 
 def further_arguments(

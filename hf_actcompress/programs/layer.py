@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..codecs import IDENTITY, Codec
+from ..models.arguments import cache_in
 from ..modules.base import ModuleMixin, Settings, has_hooks, is_sharded, recording
 from ..modules.checkpoint import (
     CHECKPOINT_FUNCTION,
@@ -28,15 +29,14 @@ from ..ops.autocast import autocast_dtype
 from ..private_apis import FakeTensor
 from .arguments import forward_names
 from .checkpoint import is_plain
-from .layer_code import LayerCode, cache_of
+from .layer_code import LayerCode
 from .look import Look
 from .refusal import NotStraight
 from .tape import Tape
 
 # arguments that are checked below, and those that change nothing in a training step on whole sequences
 _KNOWN = {
-    "attention_mask", "past_key_values", "layer_past", "position_embeddings", "position_ids", "use_cache",
-    "cache_position",
+    "attention_mask", "position_embeddings", "position_ids", "use_cache", "cache_position",
     # these describe packed rows to kernels of other packages
     "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx",
     # the Trainer hands these to the model's loss, and models hand them to their layers, too
@@ -205,13 +205,14 @@ def _why_unknown(code: LayerCode, x: Tensor, kwargs: dict[str, Any]) -> str | No
     """Why programs do not know this call in training; None if they know it."""
     if x.dim() != 3 or x.dtype != code.dtype or not x.numel() or not (x.is_contiguous() or code.any_order):
         return "its input has another dtype, shape or order in memory"
-    if not kwargs.keys() <= _KNOWN:
-        for name in kwargs.keys() - _KNOWN - code.inputs.keys() - code.masks:
-            if kwargs[name] is not None and kwargs[name] is not False:
-                return f"it is called with {name}"
+    cache = cache_in(kwargs.values())
+    for name in kwargs.keys() - _KNOWN - code.inputs.keys() - code.masks:
+        value = kwargs[name]
+        if value is not None and value is not False and value is not cache:
+            return f"it is called with {name}"
     if len(code.inputs) > _OF_ALL and not _has_inputs(code, x, kwargs):
         return "position biases or an encoder's states are given otherwise"
-    angles, cache = kwargs.get("position_embeddings"), cache_of(kwargs)
+    angles = kwargs.get("position_embeddings")
     if angles is not None and not _are_given(angles, x, code.angles):
         return "position_embeddings are others than cosines and sines of its input's dtype"
     if cache is None or _takes(code, cache):
@@ -220,7 +221,10 @@ def _why_unknown(code: LayerCode, x: Tensor, kwargs: dict[str, Any]) -> str | No
 
 
 def _takes(code: LayerCode, cache: Any) -> bool:
+    """Whether the layer may fill that cache."""
     attentions = [module for module in code.attentions if module is not None]
+    if not code.cached:
+        return False
     if len(attentions) == 1 and type(cache).__name__ == "EncoderDecoderCache":
         # stock's code would take only one of the two caches in it
         return False

@@ -14,12 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from ..codecs import Codec
+from ..models.arguments import cache_in
 from ..models.attention import attention_forward
 from ..models.empty_cache import empty_layers, fill
 from ..records import current, unnetted
 from ..reference.device_rules import device_rules
 from . import handing
-from .arguments import position_bias
+from .arguments import cache_names, position_bias
 from .handing import Heads, HeadsHanded, let_go
 from .interfaces import call
 from .left_out import left_out_of, with_attentions
@@ -43,6 +44,7 @@ class LayerCode:
         inputs: The name of each tensor that is given -> its value.
         biases: The arguments that are position biases, and the attention that makes each if it is not given.
         masks: The arguments that are masks.
+        cached: Whether its code reads a cache.
         angles: The width of cosines and sines.
         values: How many values there are.
         result: The value that is returned.
@@ -64,6 +66,7 @@ class LayerCode:
     inputs: dict[str, int]
     biases: tuple[tuple[str, Any], ...]
     masks: frozenset[str]
+    cached: bool
     angles: int
     values: int
     result: int
@@ -97,6 +100,7 @@ class LayerCode:
             tape.inputs,
             _biases(tape, modules),
             frozenset(entry.mask for entry in tape.entries if isinstance(entry, Attend)),
+            bool(cache_names(layer)),
             tape.metas[tape.inputs["cos"]].size(-1),
             len(tape.metas),
             tape.result,
@@ -143,7 +147,7 @@ class LayerCode:
         self, x: Tensor, weights: list[Any], kwargs: dict[str, Any], sharded: bool, checkpointed: Codec | None
     ) -> Tensor | None:
         """The result of the layer as one program; None for a call that cannot run so."""
-        whole, cache = self.whole, cache_of(kwargs)
+        whole, cache = self.whole, cache_in(kwargs.values())
         if whole is None:
             return None
         masks = [kwargs.get(name) for name in whole.masks]
@@ -215,7 +219,7 @@ class LayerCode:
     def _attend(self, index: int, part: Attend, v: list[Any], kwargs: dict[str, Any]) -> Tensor:
         module = self.attentions[index]
         q, k, value = (v[i] for i in part.ins)
-        cache = cache_of(kwargs)
+        cache = cache_in(kwargs.values())
         if cache is not None:
             k, value = cache.update(k, value, module.layer_idx)
         options = {name: read(module) for name, read in self.keywords[index].items()}
@@ -242,12 +246,6 @@ def _heads(part: Part | Attend | None, later: Part | Attend | None) -> tuple[int
     if not isinstance(part, Part) or not isinstance(later, Attend) or later.normed:
         return ()
     return tuple(place for place, value in enumerate(part.outs) if value in later.ins)
-
-
-def cache_of(kwargs: dict[str, Any]) -> Any:
-    """The cache of keys and values; GPT-NeoX has a name of its own for it."""
-    cache = kwargs.get("past_key_values")
-    return kwargs.get("layer_past") if cache is None else cache
 
 
 def _place(modules: dict[str, nn.Module], name: str) -> tuple[dict[str, Any], str]:

@@ -26,7 +26,7 @@ from ..private_apis import FakeTensor, without_dispatch_modes
 from ..records import apart, frame
 from ..reference.device_rules import under_rules
 from ..roles import Role
-from .arguments import CACHES, arguments, configs_of, further_arguments, head_width
+from .arguments import arguments, cache_names, configs_of, further_arguments, head_width
 from .layer import LayerPrograms, LayerSettings, ProgramLayerMixin
 from .refusal import NotStraight
 from .small import CHECKPOINTED, small_layer, without_dropout
@@ -200,7 +200,7 @@ def _step(layer: nn.Module, tape: Tape, case: str, autocast: torch.dtype | None)
     if "cache" in case:
         both = "encoder_hidden_states" in others
         new = EncoderDecoderCache(DynamicCache(), DynamicCache()) if both else DynamicCache()
-        kwargs.update((name, new) for name in CACHES if name in kwargs)
+        kwargs.update(dict.fromkeys(cache_names(layer), new))
     if tape.draws():
         torch.manual_seed(3)
     with frame(), torch.autocast(device.type, autocast, enabled=autocast is not None):

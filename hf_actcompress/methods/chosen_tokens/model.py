@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from ...config import CompressionConfig
 from ...errors import UnsupportedModelError
-from ...models.arguments import arguments
+from ...models.arguments import arguments, is_cache
 from ...private_apis import transforms_or_export
 
 # losses whose labels stand at the position that predicts them
@@ -163,7 +163,9 @@ def _losses(
 ) -> Tensor:
     """The loss of each token, fp32 [B, S], by a forward without gradients; -1 for a token that predicts nothing."""
     with torch.no_grad():
-        output = stock(*args, **{k: v for k, v in kwargs.items() if k != "past_key_values"})
+        # it would fill a cache, which the forward that follows fills once more
+        args = tuple(None if is_cache(value) else value for value in args)
+        output = stock(*args, **{name: value for name, value in kwargs.items() if not is_cache(value)})
     logits = getattr(output, "logits", None)
     if (
         not isinstance(logits, Tensor)

@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import Cache
 
 from ... import ops
+from ...models.arguments import is_cache
 from ...records import current
 from .model import Choice, choosing
 from .op import chosen_rows, merged_rows
@@ -124,7 +124,3 @@ def _within(keys: KeysAndValues) -> Iterator[None]:
 def unwatched() -> AbstractContextManager[None]:
     """A context that tells a report: this run of a layer has no gradients, and another run keeps the tensors."""
     return nullcontext() if current.watcher is None else current.watcher.idle()
-
-
-def is_cache(value: Any) -> bool:
-    return isinstance(value, Cache)

@@ -18,7 +18,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from ...config import CompressionConfig
 from ...errors import UnsupportedModelError
-from ...models.arguments import argument_names
+from ...models.arguments import argument_names, is_cache
 from ...models.checkpointing import find_checkpoint_input
 from ...models.sites import Site
 from ...modules.base import stock_type
@@ -31,7 +31,7 @@ from ...modules.checkpoint import (
 from ...private_apis import FakeTensor
 from ...roles import Role
 from .model import current_choice
-from .model_keys_and_values import KeysAndValues, is_cache, unwatched
+from .model_keys_and_values import KeysAndValues, unwatched
 from .op import chosen_rows, merged_rows
 
 _PROVED = "actcompress_proved"
