@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_actcompress import unpatch_model
-from tests.fuzz.families import EAGER_ONLY, FUZZED
+from tests.fuzz.families import EAGER_ONLY, FUZZED, NO_ATTENTION
 from tests.fuzz.hooks import add_hook
 
 if TYPE_CHECKING:
@@ -226,8 +226,6 @@ _ADAPTERS: dict[str, Any] = {"lora": "plain"}
 _TWO: dict[str, Any] = {"lora": "two"}
 # of the base model's weights, where it is not fp32
 DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
-# state-space models
-NO_ATTENTION = ("mamba",)
 
 BETWEEN: dict[str, Between] = {
     "nothing": Between(lambda moment: None),
