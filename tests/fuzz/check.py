@@ -62,6 +62,11 @@ def _references(case: Case) -> Iterator[Case]:
 def _judge(case: Case, ours: Result) -> list[Failure]:
     """The rules that ours breaks against the last reference, if it breaks some against each."""
     found = [_judge_against(reference, case, ours) for reference in _references(case)]
+    forward = [failure for failure in found[0] if " forward" in failure.rule or failure.rule.startswith("forward")]
+    if forward:
+        return found[0]
+    # T5's forward differs by roundings if it is checkpointed, in stock too
+    found[1:] = [[f for f in failures if not f.rule.startswith("forward")] for failures in found[1:]]
     if not all(found):
         return []
     return [replace(failure, detail=failure.detail + _remark(case, ours)) for failure in found[-1]]
