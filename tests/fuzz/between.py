@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_actcompress import unpatch_model
-from tests.fuzz.families import EAGER_ONLY, FUZZED
+from tests.fuzz.families import EAGER_ONLY, FUZZED, NO_ATTENTION
 from tests.fuzz.hooks import add_hook
 
 if TYPE_CHECKING:
@@ -77,8 +77,24 @@ def _freeze_parts(model: nn.Module) -> None:
 def _without_adapters(model: Any) -> None:
     """Some of the base model's own weights are trained instead, so that there is a gradient."""
     model.base_model.disable_adapter_layers()
+    _train_base(model)
+
+
+def _train_base(model: Any) -> None:
+    """Train some weights of the base model, too. PEFT freezes an adapter that it switches off."""
     for p in _parts(model.get_base_model()):
         p.requires_grad_(True)
+
+
+def _switch(moment: Moment, *, off: bool = False) -> None:
+    """Another adapter becomes active, or none; all of them stay trained, although PEFT freezes those."""
+    if off:
+        moment.model.base_model.disable_adapter_layers()
+    else:
+        moment.model.set_adapter("other")
+    for name, p in moment.model.named_parameters():
+        if "lora_" in name:
+            p.requires_grad_(True)
 
 
 def _dropout_rates(moment: Moment) -> None:
@@ -226,8 +242,6 @@ _ADAPTERS: dict[str, Any] = {"lora": "plain"}
 _TWO: dict[str, Any] = {"lora": "two"}
 # of the base model's weights, where it is not fp32
 DTYPES = {"bf16": "bfloat16", "fp16": "float16"}
-# state-space models
-NO_ATTENTION = ("mamba",)
 
 BETWEEN: dict[str, Between] = {
     "nothing": Between(lambda moment: None),
@@ -238,8 +252,12 @@ BETWEEN: dict[str, Between] = {
     "unfreeze": Between(_unfreeze),
     "freeze-part": Between(lambda moment: _freeze_parts(moment.model)),
     "unfreeze-part": Between(_unfreeze, _freeze_parts),
-    "set-adapter": Between(lambda moment: moment.model.set_adapter("other"), changes=_TWO),
-    "disable-adapters": Between(lambda moment: moment.model.base_model.disable_adapter_layers(), changes=_ADAPTERS),
+    "set-adapter": Between(lambda moment: moment.model.set_adapter("other"), _train_base, _TWO),
+    "set-adapter-trained": Between(_switch, changes=_TWO),
+    "disable-adapters": Between(
+        lambda moment: moment.model.base_model.disable_adapter_layers(), _train_base, _ADAPTERS
+    ),
+    "disable-adapters-trained": Between(lambda moment: _switch(moment, off=True), changes=_ADAPTERS),
     "enable-adapters": Between(
         lambda moment: moment.model.base_model.enable_adapter_layers(),
         _without_adapters, _ADAPTERS,

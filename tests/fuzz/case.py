@@ -130,7 +130,7 @@ class Case:
         if unpatched and self.checkpointing == "non-reentrant":
             # the recomputation would then run stock's code; torch notices the difference and raises an error
             changes["checkpointing"] = "reentrant"
-        if self.program == "threads":
+        if changes.get("program", self.program) == "threads":
             # both threads draw dropout masks from one generator, and the order of the draws is not defined
             changes.update(dropout=0.0, lora="plain" if self.lora == "dropout" else self.lora)
         return replace(self, **changes)

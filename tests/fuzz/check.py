@@ -21,6 +21,8 @@ from tests.fuzz.models import plainest
 from tests.fuzz.programs import Seen, run_program
 
 Result = Sequence[Seen] | Exception
+# the beginnings of rules on forward values
+FORWARD = ("forward", "missing forward", "extra forward", "NaN in forward")
 # parts of messages with which we may refuse what stock does
 ALLOWED: tuple[str, ...] = ()
 
@@ -62,6 +64,10 @@ def _references(case: Case) -> Iterator[Case]:
 def _judge(case: Case, ours: Result) -> list[Failure]:
     """The rules that ours breaks against the last reference, if it breaks some against each."""
     found = [_judge_against(reference, case, ours) for reference in _references(case)]
+    if any(failure.rule.startswith(FORWARD) for failure in found[0]):
+        return found[0]
+    # T5's forward differs by roundings if it is checkpointed, in stock too
+    found[1:] = [[f for f in failures if not f.rule.startswith(FORWARD)] for failures in found[1:]]
     if not all(found):
         return []
     return [replace(failure, detail=failure.detail + _remark(case, ours)) for failure in found[-1]]

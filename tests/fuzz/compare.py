@@ -23,7 +23,7 @@ from torch import Tensor
 
 from tests.families import BY_NAME
 from tests.fuzz.case import Case
-from tests.fuzz.families import FUZZED
+from tests.fuzz.families import FUZZED, NO_ATTENTION
 from tests.fuzz.models import batch_of, config_of
 from tests.fuzz.programs import Seen
 
@@ -119,7 +119,7 @@ def _has_target(case: Case, index: int) -> bool:
 
 def may_refuse(case: Case) -> bool:
     """Whether a gradient may reach a padding row, which `drop_padding=True` is documented to refuse."""
-    reaches = case.labels in ("none", "both") or case.between.startswith("loss-")
+    reaches = case.labels in ("none", "both") or case.between.startswith("loss-") or case.family in NO_ATTENTION
     return case.drop_padding and case.padding != "none" and reaches
 
 

@@ -75,3 +75,5 @@ FUZZED: dict[str, Family] = {**BY_NAME, **{family.name: family for family in _MO
 
 # these have no scaled_dot_product_attention in transformers
 EAGER_ONLY = ("deberta-v2", "roformer", "bloom", "mamba")
+# state-space models: what is at padding reaches the tokens behind it
+NO_ATTENTION = ("mamba",)

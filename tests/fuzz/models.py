@@ -79,9 +79,8 @@ def _with_lora(model: Any, case: Case) -> Any:
 
     torch.manual_seed(case.seed + 1)
     targets = NO_LORA_ELSEWHERE.get((case.family, case.lora)) or LORA_TARGETS.get(case.family, "all-linear")
-    lora = LoraConfig(
-        r=3, target_modules=targets, init_lora_weights=False, lora_dropout=0.3 if case.lora == "dropout" else 0.0
-    )
+    rate = {"dropout": 0.3, "two": case.dropout}.get(case.lora, 0.0)
+    lora = LoraConfig(r=3, target_modules=targets, init_lora_weights=False, lora_dropout=rate)
     adapted = get_peft_model(model, lora)
     if case.lora == "two":
         targets = [name.removesuffix(".lora_A") for name, _ in model.named_modules() if name.endswith(".lora_A")]

@@ -8,10 +8,12 @@ from __future__ import annotations
 import pytest
 
 from tests.fuzz.__main__ import reproduction
+from tests.fuzz.between import BETWEEN
 from tests.fuzz.case import Case
 from tests.fuzz.check import check
 from tests.fuzz.hooks import PLACES, modules_at
 from tests.fuzz.models import build
+from tests.fuzz.programs import run_program
 from tests.fuzz.tables import FAMILIES, WITHOUT, between_cases, hook_cases
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -35,6 +37,18 @@ def test_between_forward_and_backward(name: str) -> None:
 @pytest.mark.parametrize("name", HOOK_CASES)
 def test_hooks(name: str) -> None:
     _assert_as_stock(HOOK_CASES[name])
+
+
+@pytest.mark.parametrize("between", BETWEEN)
+def test_each_row_has_gradients_or_an_error(between: str) -> None:
+    """Otherwise the row could not fail."""
+    pytest.importorskip("peft")
+    try:
+        seen = run_program(Case(between=between, dropout=0.1).tidy(), "stock")
+    except RuntimeError as error:
+        assert "modified by an inplace operation" in str(error) and between.startswith("optimizer-step")
+        return
+    assert any(s.kind == "gradient" and bool(s.value.any()) for s in seen) == (between != "freeze")
 
 
 @pytest.mark.parametrize("family", FAMILIES)
