@@ -90,17 +90,7 @@ class DeferredLogits(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func in MEMORY:
-            return _on_memory(func, args, kwargs)
-        x = next((a for a in (*args, *kwargs.values()) if isinstance(a, DeferredLogits)), None)
-        better = x.chain.source.function(func) if x is not None else None
-        if better is not None:
-            result = better(*args, **kwargs)
-            if result is not NotImplemented:
-                return result
-        with without_torch_function():
-            return func(*args, **kwargs)
+        return (_on_values if torch.compiler.is_compiling() else _run)(func, args, kwargs or {})
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -119,6 +109,29 @@ class DeferredLogits(Tensor):
         result = func(*args_of, **kwargs_of)
         # an op in place returns the tensor that it was given
         return x if isinstance(x, DeferredLogits) and func._schema.is_mutable and result is x.chain.get() else result
+
+
+@torch.compiler.disable(  # type: ignore[no-untyped-call, untyped-decorator]
+    reason="a compiled function was given logits of a model that is not compiled, which are computed between its graphs"
+)
+def _on_values(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """A function of torch on the values of deferred logits."""
+    args, kwargs = tree_map_only(DeferredLogits, plain, (args, kwargs))
+    return func(*args, **kwargs)
+
+
+def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """A function of torch on deferred logits."""
+    if func in MEMORY:
+        return _on_memory(func, args, kwargs)
+    x = next((a for a in (*args, *kwargs.values()) if isinstance(a, DeferredLogits)), None)
+    better = x.chain.source.function(func) if x is not None else None
+    if better is not None:
+        result = better(*args, **kwargs)
+        if result is not NotImplemented:
+            return result
+    with without_torch_function():
+        return func(*args, **kwargs)
 
 
 def _deferred_in(value: Any) -> Iterable[DeferredLogits]:

@@ -24,7 +24,7 @@ from .row_functions import map_rows, multiply_rows, reduce_rows
 
 def _fits(x: Any, dim: Any = -1) -> bool:
     """Whether x are deferred logits that were not modified in place, and `dim` is the dimension of the vocabulary."""
-    if not isinstance(x, DeferredLogits) or torch.compiler.is_compiling() or transforms_or_export():
+    if not isinstance(x, DeferredLogits) or transforms_or_export():
         return False
     return x.dim() > 1 and x.size(-1) > 1 and x.numel() > 0 and dim in (-1, x.dim() - 1) and not x.chain.written()
 
