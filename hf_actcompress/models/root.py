@@ -28,7 +28,7 @@ from ..config import CompressionConfig
 from ..methods.chosen_tokens.model import choice_of_call, choosing
 from ..methods.gact.model import refresh_bits
 from ..modules.hooked import hooks_of, watch
-from ..records import Padding, RepeatedRows, dropping, frame, in_frame, netted, without_inference
+from ..records import Padding, RepeatedRows, dropping, frame, hooked, in_frame, netted, without_inference
 from ..reference.rng import Generators
 from .arguments import arguments, cache_in
 from .heads import deferred_logits
@@ -148,7 +148,7 @@ class PatchedForward:
             yield
             return
         self._patch_new_modules()
-        hooked = watch(self._hooks)
+        seen = watch(self._hooks)
         if self.config.refresh_bits and not self._measuring:
             self._refresh_bits(args, kwargs)
         # a config asks for one of them at most
@@ -160,11 +160,11 @@ class PatchedForward:
         if self.config.gradient_norms:
             self.generators.samples = samples_of_call(self.model, given)
         # nodes do not show what a hook has written, so nothing is made again from what they keep
-        on = self.config.net and self.config.derive_linear and not hooked
+        on = self.config.net and self.config.derive_linear and not seen
         other = CODECS[self.config.other].drawing_from(self.generators)
         net = netted(other, self._joins) if on else nullcontext()
         choice = choice_of_call(self.model, stock, args, kwargs, self.config)
-        with frame(), dropping(rows), choosing(choice), net:
+        with frame(), dropping(rows), choosing(choice), hooked(seen), net:
             yield
 
     def measure_bits_next(self) -> None:

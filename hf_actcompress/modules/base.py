@@ -19,7 +19,7 @@ from ..codecs import IDENTITY, Codec
 from ..codecs.table import CODECS
 from ..errors import UnsupportedModelError
 from ..private_apis import FakeTensor, is_idle_capture, transforms_or_export
-from ..records import current
+from ..records import checkpointed, current
 from ..roles import Role
 
 _NAMES = {codec: name for name, codec in CODECS.items()}
@@ -173,6 +173,11 @@ def has_hooks(module: Any) -> bool:
 def are_wanted(hooks: Mapping[int, Any]) -> bool:
     """Whether one of these hooks does something when its module is called now."""
     return not all(map(is_idle_capture, hooks.values()))
+
+
+def keeps_output(settings: Settings) -> bool:
+    """Whether a module keeps its output now: not where a hook of the user may write on it unseen by autograd."""
+    return settings.keeps == "output" and (not current.hooked or checkpointed())
 
 
 def is_sharded(module: nn.Module) -> bool:

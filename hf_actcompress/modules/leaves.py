@@ -18,7 +18,16 @@ from ..methods.inverted.op import activation_output
 from ..methods.norm_output.op import layer_norm_output, rms_norm_output
 from ..records import current
 from ..reference import ConvGeometry, draws_like_any, linear_fwd
-from .base import ModuleMixin, Settings, is_sharded, keeps_for_backward, only_tensor, recording, takes_gradient
+from .base import (
+    ModuleMixin,
+    Settings,
+    is_sharded,
+    keeps_for_backward,
+    keeps_output,
+    only_tensor,
+    recording,
+    takes_gradient,
+)
 from .selective import recalled
 
 
@@ -116,7 +125,7 @@ class LayerNormMixin(_Module):
         weight, bias = self.weight, self.bias
         if not takes_gradient(x, weight, bias):
             return nn.functional.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
-        if settings.keeps == "output":
+        if keeps_output(settings):
             return layer_norm_output(x, self.normalized_shape, weight, bias, self.eps)
         if torch.compiler.is_compiling():
             x = compilation.keep(x, settings.codec_name)
@@ -151,7 +160,7 @@ class RMSNormMixin(_Module):
         if not shown or not takes_gradient(x, weight):
             return super().forward(*args, **kwargs)  # type: ignore[no-any-return]
         eps = getattr(self, settings.eps_name)
-        if settings.keeps == "output":
+        if keeps_output(settings):
             return rms_norm_output(x, weight, eps, settings.kind)
         if torch.compiler.is_compiling():
             return super().forward(compilation.keep(x, settings.codec_name))  # type: ignore[no-any-return]
@@ -194,7 +203,8 @@ class ActivationMixin(_Module):
             return super().forward(compilation.keep(x, settings.codec_name))  # type: ignore[no-any-return]
         if torch.compiler.is_compiling() and compilation.any_length():
             return self._untraced(x)  # type: ignore[no-any-return]
-        return ACTIVATION_OPS[settings.keeps](x, self.stock_forward(), settings)
+        keeps = "input" if settings.keeps == "output" and not keeps_output(settings) else settings.keeps
+        return ACTIVATION_OPS[keeps](x, self.stock_forward(), settings)
 
 
 class DropoutMixin(_Module):

@@ -154,6 +154,8 @@ _TABLE: dict[Any, Callable[..., Any]] = {
     **_same((torch.mean, Tensor.mean), _reduction("mean", torch.mean)),
     F.nll_loss: _nll_loss,
     F.cross_entropy: _cross_entropy,
+    # whoever makes a copy wants the values of now
+    **_same((torch.clone, Tensor.clone), lambda input, **options: plain(input).clone(**options)),
     Tensor.detach: _detached,
     Tensor.register_hook: _register_hook,
     Tensor.retain_grad: _retain_grad,

@@ -7,13 +7,23 @@ of its own. This package is the only code that stores anything on `ctx`.
 
 from __future__ import annotations
 
-from ._current import current, stock_only
+from ._current import current, hooked, stock_only
 from .hooks import kept_through
 from .nested import is_foreign, tensors_in, without_inference
 from .net import netted
 from .outside import hooks_outside
 from .own_ops import applied, is_made_again, unnetted
-from .padding import Padding, dropping, is_dropped, keep, padding_in, padding_of, rows_left_out, shares_rows
+from .padding import (
+    Padding,
+    checkpointed,
+    dropping,
+    is_dropped,
+    keep,
+    padding_in,
+    padding_of,
+    rows_left_out,
+    shares_rows,
+)
 from .record import Derived, Pending, Recipe, Record, Stored, is_lossless, parameter, stored_exact
 from .registry import (
     apart,
@@ -49,6 +59,7 @@ __all__ = [
     "Stored",
     "apart",
     "applied",
+    "checkpointed",
     "clear",
     "current",
     "declare",
@@ -58,6 +69,7 @@ __all__ = [
     "encoded",
     "forget",
     "frame",
+    "hooked",
     "hooks_outside",
     "in_frame",
     "is_dropped",

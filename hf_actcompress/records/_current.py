@@ -85,11 +85,23 @@ class _Current(threading.local):
         self.declared: list[tuple[Tensor, Any]] | None = None
         # patched modules run their stock code, because what they would save is gone when this block ends
         self.stock_only = False
+        # hooks may write on outputs where autograd does not see it, so ops keep their inputs
+        self.hooked = False
         # a linear layer whose output nobody reads: only its gradient is used
         self.unread: object = None
 
 
 current = _Current()
+
+
+@contextmanager
+def hooked(found: bool) -> Iterator[None]:
+    """A context for a forward in which hooks of the user may write on outputs, if there are some."""
+    before, current.hooked = current.hooked, found
+    try:
+        yield
+    finally:
+        current.hooked = before
 
 
 @contextmanager

@@ -57,10 +57,15 @@ class Entry:
             self.derivations[key] = Recipe(partial(viewed, shape=x.shape, stride=x.stride()))
         return Derived(self.derivations[key], (self.record,))
 
-    def end(self) -> None:
-        """Nothing is known any more of what is in the tensor. Who has saved its record gets what is in it now."""
+    def end(self, version: int) -> None:
+        """Nothing is known any more of what is in the tensor. Who has saved its record gets what is in it now.
+
+        Not after a write that autograd has seen, which stock forbids: it is at another version than the entry then.
+        """
         y, record = self.tensor(), self.record
-        if y is not None and isinstance(record, Derived) and record.recipe.uses and not self.derivations:
+        if y is None or y._version != version:
+            return
+        if isinstance(record, Derived) and record.recipe.uses and not self.derivations:
             order = y.detach().as_strided(self.shape, self.stride)
             record.recipe.recompute = partial(_as_it_is, order, y._version)
 

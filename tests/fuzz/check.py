@@ -70,7 +70,14 @@ def _judge(case: Case, ours: Result) -> list[Failure]:
     found[1:] = [[f for f in failures if not f.rule.startswith(FORWARD)] for failures in found[1:]]
     if not all(found):
         return []
+    if case.between == "to" and (isinstance(ours, Exception) or (_difference(case, ours) or 0.0) <= ROUNDED):
+        # stock mixes dtypes then: it raises, or reads some weights of before and some that were rounded in between
+        return []
     return [replace(failure, detail=failure.detail + _remark(case, ours)) for failure in found[-1]]
+
+
+# of gradients that ours computes where stock raises
+RIGHT = "ours are right; "
 
 
 def _right_anyway(reference: Case, case: Case, ours: Sequence[Seen]) -> str:
@@ -86,23 +93,31 @@ def _right_anyway(reference: Case, case: Case, ours: Sequence[Seen]) -> str:
     # the forward is left out: torch's copies may have other strides, and so other roundings
     sides = [[seen for seen in side if seen.kind == "gradient"] for side in (ours, stock)]
     failures = compare(case, *sides, lambda: oracle)
-    return f"ours are wrong: {failures[0].detail}; " if failures else "ours are right; "
+    return f"ours are wrong: {failures[0].detail}; " if failures else RIGHT
+
+
+# the relative difference that weights of a narrower dtype make
+ROUNDED = 0.02
 
 
 def _remark(case: Case, ours: Result) -> str:
     """Whether ours are the gradients that stock has if nothing happens in between. It helps to find the reason."""
+    found = _difference(case, ours)
+    return "" if found is None else f"; the difference to stock's gradients with nothing in between is {found:.3g}"
+
+
+def _difference(case: Case, ours: Result) -> float | None:
+    """The relative difference to stock's gradients with nothing in between; None if these are other gradients."""
     if BETWEEN[case.between].then is BETWEEN["nothing"].then or isinstance(ours, Exception):
-        return ""
+        return None
     plain = _outcome(replace(case, between="nothing"), "stock")
     gradients = [seen for seen in ours if seen.kind == "gradient"]
     if isinstance(plain, Exception) or not gradients:
-        return ""
+        return None
     theirs = {(seen.stage, seen.name): seen.value for seen in plain if seen.kind == "gradient"}
     pairs = [(seen.value, theirs.get((seen.stage, seen.name))) for seen in gradients]
     known = [(a, b) for a, b in pairs if b is not None]
-    if len(known) < len(theirs):
-        return ""
-    return f"; the difference to stock's gradients with nothing in between is {relative(known):.3g}"
+    return None if len(known) < len(theirs) else relative(known)
 
 
 def _judge_against(reference: Case, case: Case, ours: Result) -> list[Failure]:
@@ -112,8 +127,10 @@ def _judge_against(reference: Case, case: Case, ours: Result) -> list[Failure]:
             changed = (case.between, case.hook) != ("nothing", "none")
             same = type(ours) is type(stock) or may_refuse(case) or (changed and isinstance(ours, RuntimeError))
             return [] if same else [Failure(f"another error: {_short(ours)}", f"stock: {_short(stock)}")]
-        rule = f"only stock raises: {_short(stock)}"
-        return [Failure(rule, _right_anyway(reference, case, ours) + _line(stock))]
+        remark = _right_anyway(reference, case, ours)
+        # what is computed again is right after a write that stock's saved tensors do not allow
+        right = remark == RIGHT or case.program == "autocast-backward"
+        return [] if right else [Failure(f"only stock raises: {_short(stock)}", remark + _line(stock))]
     if isinstance(ours, PaddingError) and may_refuse(case):
         return []
     if isinstance(ours, ActCompressError):
