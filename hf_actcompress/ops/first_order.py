@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..private_apis import as_batch, delayed_error, is_batched, outside_of_batch, samples_in
+from ..private_apis import delayed_error
+from ..private_apis.batching import as_batch, is_batched, outside_of_batch, samples_in
 
 _MESSAGE = (
     "hf_actcompress has no second derivatives: an op of a patched model was differentiated twice (create_graph=True, a "

@@ -154,8 +154,6 @@ _TABLE: dict[Any, Callable[..., Any]] = {
     **_same((torch.mean, Tensor.mean), _reduction("mean", torch.mean)),
     F.nll_loss: _nll_loss,
     F.cross_entropy: _cross_entropy,
-    # whoever makes a copy wants the values of now
-    **_same((torch.clone, Tensor.clone), lambda input, **options: plain(input).clone(**options)),
     Tensor.detach: _detached,
     Tensor.register_hook: _register_hook,
     Tensor.retain_grad: _retain_grad,
@@ -168,5 +166,10 @@ def row_function(func: Any) -> Callable[..., Any] | None:
 
 
 def held_row_function(func: Any) -> Callable[..., Any] | None:
-    """The same for logits of a forward without gradients. Torch's own `detach` runs there, and they stay deferred."""
+    """The same for logits of a forward without gradients. Torch's own `detach` runs there, and they stay deferred.
+
+    Whoever copies them wants the values of now.
+    """
+    if func in (torch.clone, Tensor.clone):
+        return lambda input, **options: plain(input).clone(**options)
     return None if func is Tensor.detach else row_function(func)

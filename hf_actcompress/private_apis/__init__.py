@@ -21,7 +21,6 @@ from torch.nn.modules.batchnorm import _NormBase as BatchNormBase
 from torch.nn.modules.conv import _ConvNd as ConvolutionBase
 from torch.utils._python_dispatch import _disable_current_modes as without_dispatch_modes
 
-from .batching import as_batch, is_batched, outside_of_batch, samples_in
 from .hooks import (
     accumulation_hooks,
     captured_alike,
@@ -43,16 +42,12 @@ __all__ = [
     "FakeTensorMode",
     "PrivateAPI",
     "accumulation_hooks",
-    "as_batch",
     "captured_alike",
     "hooks_on_every_module",
     "innermost_saved_tensor_hooks",
-    "is_batched",
     "is_idle_capture",
-    "outside_of_batch",
     "pop_saved_tensor_hooks",
     "push_saved_tensor_hooks",
-    "samples_in",
     "saved_tensor_hooks_allowed",
     "unset_fake_temporarily",
     "without_dispatch_modes",

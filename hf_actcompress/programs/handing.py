@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..private_apis import is_batched
+from ..private_apis.batching import is_batched
 from ..records import Derived, declare_as, known_record
 
 # from this number of elements on, gradients of outputs are handed over in this way: 4 MiB of fp32

@@ -227,6 +227,14 @@ def _made_again(program: Computation, forward: Emitter, backward: Backward) -> d
     return again
 
 
+def _rebuilt(
+    program: Computation, backward: Backward, output: int, sources: tuple[int, ...], made: Backward, node: Node
+) -> Rebuilt:
+    kept = tuple(map(backward.place_of_own, made.kept))
+    fewer = tuple(x >= len(program.metas) and x in program.layouts for x in made.kept)
+    return Rebuilt(output, made.code([node]), sources, kept, fewer)
+
+
 def assembled(program: Computation, forward: Emitter, backward: Backward) -> ProgramPlan:
     """The plan that both graphs make."""
     inputs = len(program.metas)
@@ -258,16 +266,7 @@ def assembled(program: Computation, forward: Emitter, backward: Backward) -> Pro
         tuple(value in program.weights for value in backward.kept),
         tuple(given),
         bool(backward.packed),
-        tuple(
-            Rebuilt(
-                i,
-                made.code([node]),
-                places(made.kept),
-                tuple(map(backward.place_of_own, made.kept)),
-                tuple(x >= inputs and x in program.layouts for x in made.kept),
-            )  # fmt: skip
-            for i, (made, node) in again.items()
-        ),
+        tuple(_rebuilt(program, backward, i, places(made.kept), made, node) for i, (made, node) in again.items()),
         frozenset(i for i, value in enumerate(program.outputs) if value in program.optional),
         tuple(map(program.inputs_of, wanted)),
         tuple(map(program.layouts.get, wanted)),
