@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..ops.experts import GroupedProducts
-from ..private_apis import registered_without_writing
+from ..private_apis.parametrizations import registered_without_writing
 from ..records import declare, known_record, parameter, stored_exact, whole_record_of
 from .base import ModuleMixin, Settings, has_hooks, keeps_for_backward
 

@@ -33,7 +33,6 @@ from .hooks import (
     saved_tensor_hooks_allowed,
 )
 from .names import PRIVATE_APIS, PrivateAPI
-from .parametrizations import registered_without_writing
 
 # the names that come from elsewhere; those that are defined below need no entry
 __all__ = [
@@ -53,7 +52,6 @@ __all__ = [
     "outside_of_batch",
     "pop_saved_tensor_hooks",
     "push_saved_tensor_hooks",
-    "registered_without_writing",
     "samples_in",
     "saved_tensor_hooks_allowed",
     "unset_fake_temporarily",

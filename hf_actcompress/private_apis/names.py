@@ -52,8 +52,8 @@ PRIVATE_APIS: tuple[PrivateAPI, ...] = (
                "were taken"),
     PrivateAPI("torch.max_pool2d(torch.ones(1, 1, 1, requires_grad=True), 1).grad_fn._saved_stride", _T, "pooled maps "
                "that are smaller than what they are made of"),
-    PrivateAPI("torch._C._autograd._unsafe_set_version_counter", _T, "an adapter of experts that is registered and writes "
-               "nothing"),
+    PrivateAPI("torch._C._autograd._unsafe_set_version_counter", _T, "adapters of experts are "
+               "registered and write nothing"),
     PrivateAPI("torch._C._autograd._saved_tensors_hooks_is_enabled", _T, "saved-tensor hooks may be installed"),
     PrivateAPI("torch._C._current_graph_task_id", _T, "which backward is running: a rebuilt tensor lives for one"),
     PrivateAPI("torch.autograd.graph._engine_run_backward", _T, "which call is the engine's own, in an estimate"),
