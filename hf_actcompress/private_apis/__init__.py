@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import _disable_current_modes as without_dispa
 from .batching import as_batch, is_batched, outside_of_batch, samples_in
 from .hooks import (
     accumulation_hooks,
-    captured_alike,
+    as_in_first_run,
     hooks_on_every_module,
     innermost_saved_tensor_hooks,
     is_idle_capture,
@@ -44,7 +44,7 @@ __all__ = [
     "PrivateAPI",
     "accumulation_hooks",
     "as_batch",
-    "captured_alike",
+    "as_in_first_run",
     "hooks_on_every_module",
     "innermost_saved_tensor_hooks",
     "is_batched",

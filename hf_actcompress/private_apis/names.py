@@ -56,6 +56,8 @@ PRIVATE_APIS: tuple[PrivateAPI, ...] = (
     PrivateAPI("torch._C._autograd._unsafe_set_version_counter", _T, "adapters of experts are "
                "registered and write nothing"),
     PrivateAPI("torch._C._autograd._saved_tensors_hooks_is_enabled", _T, "saved-tensor hooks may be installed"),
+    PrivateAPI("torch.utils.checkpoint._CheckpointFrame", _T, "what both runs of a checkpointed "
+               "region have in common"),
     PrivateAPI("torch._C._current_graph_task_id", _T, "which backward is running: a rebuilt tensor lives for one"),
     PrivateAPI("torch.autograd.graph._engine_run_backward", _T, "which call is the engine's own, in an estimate"),
     PrivateAPI("torch.autograd.Variable._execution_engine", _T, "a callback when a backward ends; a backward of fake "
