@@ -18,7 +18,7 @@ from .. import compilation
 from ..codecs import IDENTITY, Codec
 from ..codecs.table import CODECS
 from ..errors import UnsupportedModelError
-from ..private_apis import FakeTensor, is_idle_capture, transforms_or_export
+from ..private_apis import FakeTensor, as_in_first_run, is_idle_capture, transforms_or_export
 from ..records import checkpointed, current
 from ..roles import Role
 
@@ -161,7 +161,14 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 
 
 def has_hooks(module: Any) -> bool:
-    """Whether the module has hooks that do something now; they run only when the module itself is called."""
+    """Whether the module has hooks that do something now; they run only when the module itself is called.
+
+    Where a checkpointed region runs again, whether it had such hooks in the first run.
+    """
+    return _has_hooks(module) if torch.compiler.is_compiling() else as_in_first_run(module, _has_hooks)
+
+
+def _has_hooks(module: Any) -> bool:
     # torch 2.11 cannot trace an expression that names `hooks` for itself
     for kind in HOOKS:
         hooks = module.__dict__.get(kind)

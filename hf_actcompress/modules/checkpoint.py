@@ -13,7 +13,6 @@ from torch import Tensor
 
 from .. import compilation, ops
 from ..codecs import IDENTITY
-from ..private_apis import captured_alike
 from ..records import kept_through
 from .base import PatchedModule, Settings, recording
 
@@ -64,7 +63,7 @@ def function_of(layer: Any, settings: CheckpointSettings | None) -> Callable[...
         return partial(_checkpoint, settings.function, settings)
     if CHECKPOINT_FUNCTION not in layer.__dict__:
         raise AttributeError(f"{type(layer).__name__!r} has no attribute {CHECKPOINT_FUNCTION!r}")
-    checkpoint = captured_alike(layer.__dict__[CHECKPOINT_FUNCTION])
+    checkpoint = layer.__dict__[CHECKPOINT_FUNCTION]
     return checkpoint if settings is None else partial(_checkpoint, checkpoint, settings)
 
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..ops.experts import GroupedProducts
+from ..private_apis.parametrizations import registered_without_writing
 from ..records import declare, known_record, parameter, stored_exact, whole_record_of
 from .base import ModuleMixin, Settings, has_hooks, keeps_for_backward
 
@@ -122,6 +123,7 @@ def _weight(module: Any, name: str) -> Any:
             # without tensors, because only those in `save_for_backward` are seen by checkpointing and offloading
             bare = copy.copy(adapter)
             bare.__dict__.update(dict.fromkeys(own))
+            registered_without_writing(made[name])
             made_again = partial(_adapted, bare, tuple(own))
             declare(weight, made_again, parameter(made[name].original), *map(stored_exact, own.values()))
     return weight

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import _disable_current_modes as without_dispa
 
 from .hooks import (
     accumulation_hooks,
-    captured_alike,
+    as_in_first_run,
     hooks_on_every_module,
     innermost_saved_tensor_hooks,
     is_idle_capture,
@@ -42,7 +42,7 @@ __all__ = [
     "FakeTensorMode",
     "PrivateAPI",
     "accumulation_hooks",
-    "captured_alike",
+    "as_in_first_run",
     "hooks_on_every_module",
     "innermost_saved_tensor_hooks",
     "is_idle_capture",

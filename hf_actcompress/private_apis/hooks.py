@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable
-from contextvars import ContextVar
 from functools import partial
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, TypeVar
+from weakref import ReferenceType
 
 import torch
 from torch import Tensor
 from torch.nn.modules import module as torch_module
+from torch.utils.checkpoint import _CheckpointFrame as CheckpointFrame
+
+T = TypeVar("T")
 
 # the module of transformers that captures outputs by hooks
 _CAPTURES = "transformers.utils.output_capturing"
-# what the first run of a checkpointed layer captured, while the layer runs
-_of_first_run: ContextVar[frozenset[str]] = ContextVar("captured in the first run", default=frozenset())
+# where the answers of a first run are noted
+_ANSWERS = "actcompress_answers"
 
 # The pack and unpack hooks that are on in this thread, or None. These three are not functions of ours, because
 # the net calls them around each of our ops, and a call costs time
@@ -58,33 +63,36 @@ def is_idle_capture(hook: Any) -> bool:
     return not kinds or _kind_of(hook) not in {*kinds, None}
 
 
-def captured_alike(checkpoint: Callable[..., Any]) -> Callable[..., Any]:
-    """A checkpoint function that runs a layer again with the hooks wanted that were wanted in its first run.
+def as_in_first_run(asked: T, find: Callable[[T], bool]) -> bool:
+    """``find(asked)``; where a checkpointed region runs again, what it was for this object in the first run.
 
-    Backward captures nothing. A hook that is idle there would let the layer run another way, and save other tensors.
+    Hooks may be added or removed in between, and a backward captures nothing. If the second run then took another way
+    through the code, it would save other tensors than the first.
     """
-    kinds = _captured_kinds()
-    return partial(_checkpoint, checkpoint, kinds) if kinds else checkpoint
+    hooks = innermost_saved_tensor_hooks()
+    if hooks is None or getattr(hooks[0], "__module__", None) != torch.utils.checkpoint.__name__:
+        return find(asked)
+    answers: dict[int, bool] = vars(_region_of(hooks[0])).setdefault(_ANSWERS, {})
+    if id(asked) not in answers:
+        answers[id(asked)] = find(asked)
+    return answers[id(asked)]
 
 
-def _checkpoint(checkpoint: Callable[..., Any], kinds: frozenset[str], layer: Callable[..., Any], *args: Any) -> Any:
-    return checkpoint(partial(_run, kinds, layer), *args)
-
-
-def _run(kinds: frozenset[str], layer: Callable[..., Any], *args: Any) -> Any:
-    token = _of_first_run.set(kinds)
-    try:
-        return layer(*args)
-    finally:
-        _of_first_run.reset(token)
+def _region_of(pack: Any) -> Any:
+    """What torch's checkpoint notes about a region: the same object for the pack hooks of both runs."""
+    for cell in inspect.unwrap(pack).__closure__ or ():
+        found = cell.cell_contents
+        found = found() if isinstance(found, ReferenceType) else found
+        if isinstance(found, CheckpointFrame):
+            return found
+    # notes nothing
+    return SimpleNamespace()
 
 
 def _captured_kinds() -> frozenset[str]:
-    """What transformers captures in this call, such as "hidden_states"; in a recomputation, what the first run did."""
-    if torch.compiler.is_compiling() or _CAPTURES not in sys.modules:
-        return frozenset()
-    collected = sys.modules[_CAPTURES]._active_collector.get()
-    return _of_first_run.get() if collected is None else frozenset(collected)
+    """What transformers captures in this call, such as "hidden_states"."""
+    collected = None if _CAPTURES not in sys.modules else sys.modules[_CAPTURES]._active_collector.get()
+    return frozenset(collected or ())
 
 
 def _kind_of(hook: Any) -> str | None:

@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from ..modules.base import HOOKS, are_wanted, stock_type
-from ..private_apis import hooks_on_every_module
+from ..private_apis import as_in_first_run, hooks_on_every_module
 from ..records import current
 
 # attributes of modules that are recorded and may change later: rates of dropout, caps, which adapters are on
@@ -76,7 +76,7 @@ class Look:
         hooks, states, places, names, values = self._fast or self._prepared()
         if any([kind.forward is not forward for kind, forward in self.forwards]):
             return False
-        if hooks_on_every_module() or (any(hooks) and any(map(are_wanted, hooks))):
+        if as_in_first_run(hooks, _hooked):
             return False
         if any(map(dict.get, states, repeat("forward"))):
             return False
@@ -95,6 +95,10 @@ class Look:
         places, names, values = zip(*looks, strict=True)
         self._fast = hooks, states, places, names, list(values)
         return self._fast
+
+
+def _hooked(hooks: list[dict[int, Any]]) -> bool:
+    return hooks_on_every_module() or (any(hooks) and any(map(are_wanted, hooks)))
 
 
 def _children(layer: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from hf_actcompress import CompressionConfig, patch_model
 from hf_actcompress.errors import UnsupportedModelError
@@ -78,3 +79,19 @@ def test_data_parallel_is_refused() -> None:
     model = patch_model(nn.Sequential(nn.Linear(3, 2)))
     with pytest.raises(UnsupportedModelError, match="torchrun"):
         model[0]._replicate_for_data_parallel()
+
+
+def test_a_checkpointed_region_sees_the_hooks_of_its_first_run() -> None:
+    module, other, seen = nn.Linear(2, 2), nn.Linear(2, 2), []
+
+    def region(x: Tensor) -> Tensor:
+        seen.append((has_hooks(module), has_hooks(other)))
+        return other(module(x)).exp()
+
+    handle = module.register_forward_hook(lambda *_: None)
+    y = checkpoint(region, torch.ones(2, requires_grad=True), use_reentrant=False)
+    handle.remove()
+    other.register_forward_hook(lambda *_: None)
+    y.sum().backward()
+    assert seen == [(True, False)] * 2
+    assert (has_hooks(module), has_hooks(other)) == (False, True)

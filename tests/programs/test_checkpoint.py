@@ -176,3 +176,26 @@ def test_captured_outputs(name: str, asked: tuple[str, ...], used: bool, reentra
         torch.testing.assert_close(results[1][1], results[0][1])
     else:
         assert same(results[1][:2], results[0][:2])
+
+
+@pytest.mark.parametrize("programs", (True, False))
+@pytest.mark.parametrize("name", ("bert", "gpt2-gelu-tanh", "llama"))
+def test_hooks_removed_before_backward(name: str, programs: bool) -> None:
+    """The second run takes the first run's path: of a layer, and of an MLP whose activation had a hook."""
+    batch, results = BY_NAME[name].make_batch(), []
+    for patched in (False, True):
+        model = BY_NAME[name].build()
+        if patched:
+            patch_model(model, replace(PROGRAMS, programs=programs, loss_head=False))
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        inside = [
+            module for name, module in model.named_modules() if name.endswith(("act_fn", ".act", "attention", "attn"))
+        ]
+        handles = [module.register_full_backward_hook(lambda *_: None) for module in inside]
+        loss = model(**batch).loss
+        assert handles
+        for handle in handles:
+            handle.remove()
+        loss.backward()
+        results.append((loss.detach(), {n: p.grad for n, p in model.named_parameters()}))
+    torch.testing.assert_close(results[1], results[0])
