@@ -8,7 +8,7 @@ from importlib import metadata
 # constraints.txt; torch's are the ends of tests/results/corners.md. tests/test_versions.py compares them.
 TESTED = {
     "torch": ("2.11.0", "2.15.0"),
-    "transformers": ("5.17.0", "5.23.0"),
+    "transformers": ("5.17.0", "5.24.0"),
     "accelerate": ("1.15.0", "1.15.0"),
     "datasets": ("5.2.0", "5.2.0"),
     "peft": ("0.21.2", "0.21.2"),
