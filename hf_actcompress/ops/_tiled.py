@@ -26,7 +26,8 @@ from .snapshot import Snapshot, alias
 
 _Rows = Callable[[Tensor], Tensor]
 _CHANGED = (
-    "a weight of a tiled MLP was written on between forward and backward, which computes the MLP again; "
+    "a weight of a tiled MLP was written on, or an adapter was merged into one, between forward and backward, which "
+    "computes the MLP again; "
     "patch the model with CompressionConfig(tiled_mlp=0)"
 )
 
@@ -183,7 +184,7 @@ def tiled(x: Tensor, stock: _Rows, tile: int, own: Snapshot, *, codec: Codec = I
         tiles in fp32, in another order than stock's. If the function draws (dropout), each tile draws its own mask.
 
     Raises:
-        RuntimeError: A weight was written in place before the backward.
+        RuntimeError: A weight was written in place, or an adapter was merged into one, before the backward.
     """
     if not torch.is_grad_enabled():
         return _forward(stock, x, tile)

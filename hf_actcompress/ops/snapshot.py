@@ -18,6 +18,8 @@ from torch import Tensor, nn
 _NO_HOOKS: dict[str, Any] = dict.fromkeys(
     ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"), OrderedDict()
 )
+# where PEFT notes which adapters it has added to a weight, which it writes through `.data`, so that no version shows it
+MERGED = "merged_adapters"
 _CONTAINERS = frozenset({dict, list, set})
 _Code = Callable[[Any], Callable[..., Any]]
 
@@ -82,8 +84,9 @@ class Snapshot:
                 self.tensors.append(x)
 
     def are_the_same(self) -> bool:
-        """Whether no weight has been modified in place since."""
-        return [x._version for x in self.tensors] == self._versions
+        """Whether no weight has been modified in place since, and no adapter was merged into one."""
+        merged = [(vars(module).get(MERGED), state.get(MERGED)) for module, _, state in self._parts]
+        return [x._version for x in self.tensors] == self._versions and all(now == then for now, then in merged)
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         """Run the code on a copy of the module, with the weights of the forward."""

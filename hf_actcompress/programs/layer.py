@@ -110,6 +110,7 @@ class ProgramLayerMixin(ModuleMixin):
             codec = IDENTITY if kept is None else kept.codec
             found = settings.programs.run(self, args, layer.keywords, codec)
             if found is not None:
+                settings.programs.look.refuse_merges(found[0])
                 return found[0]
         return checkpoint(layer, *args)
 

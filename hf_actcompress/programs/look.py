@@ -6,6 +6,7 @@ import copy
 import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import repeat
 from types import FunctionType
 from typing import Any
@@ -13,8 +14,9 @@ from typing import Any
 from torch import nn
 
 from ..modules.base import HOOKS, are_wanted, stock_type
+from ..ops.snapshot import MERGED
 from ..private_apis import as_in_first_run, hooks_on_every_module
-from ..records import current
+from ..records import current, tensors_in
 
 # attributes of modules that are recorded and may change later: rates of dropout, caps, which adapters are on
 _STATE = (
@@ -84,6 +86,13 @@ class Look:
             return False
         return values == list(map(dict.get, places, names))  # type: ignore[no-any-return]
 
+    def refuse_merges(self, outputs: Any) -> None:
+        """Let the backward of a layer that computes it again raise an error if an adapter has been merged by then."""
+        merged = [(module, value) for module, name, value in self.attributes if name == MERGED]
+        node = next((x.grad_fn for x in tensors_in(outputs) if x.grad_fn is not None), None)
+        if merged and node is not None:
+            node.register_prehook(partial(_refuse_merges, merged))
+
     def _prepared(self) -> tuple[Any, ...]:
         states = [vars(child) for _, _, child in self.children]
         hooks = [state[name] for state in states for name in HOOKS]
@@ -99,6 +108,14 @@ class Look:
 
 def _hooked(hooks: list[dict[int, Any]]) -> bool:
     return hooks_on_every_module() or (any(hooks) and any(map(are_wanted, hooks)))
+
+
+def _refuse_merges(merged: list[tuple[Any, Any]], _: Any) -> None:
+    if any(vars(module).get(MERGED) != value for module, value in merged):
+        raise RuntimeError(
+            "an adapter was merged into a weight of a checkpointed layer, or taken out of it, between forward and "
+            "backward, which computes the layer again; merge adapters after the backward"
+        )
 
 
 def _children(layer: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:
