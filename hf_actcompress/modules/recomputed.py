@@ -21,7 +21,7 @@ class RecomputedMixin(ModuleMixin):
         if x is None or settings is None or torch.compiler.is_compiling() or is_sharded(self):
             return super().forward(*args, **kwargs)
         own = ops.Snapshot(self, code_of, buffers=True)
-        if not x.is_floating_point() or not x.numel() or not keeps_for_backward(x, *own.tensors):
+        if not own.is_closed or not x.is_floating_point() or not x.numel() or not keeps_for_backward(x, *own.tensors):
             return super().forward(*args, **kwargs)
         return ops.recomputed(x, self.stock_forward(), own, codec=settings.codec)
 

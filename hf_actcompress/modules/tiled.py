@@ -47,6 +47,8 @@ class TiledMixin(ModuleMixin):
         if not saves and not keeps_for_backward(x, *weights):
             return self.whole(*args, **kwargs)
         own = ops.Snapshot(self, _tile_of)
+        if not own.is_closed:
+            return self.whole(*args, **kwargs)
         return ops.tiled(x, self.stock_forward(), settings.tile, own, codec=settings.codec)
 
     def whole(self, *args: Any, **kwargs: Any) -> Any:

@@ -38,9 +38,11 @@ class Snapshot:
 
     Attributes:
         tensors: These weights, each once, in the order of the op's arguments.
+        is_closed: Whether the copies call only each other. A child whose `forward` was replaced may call any module,
+            and its gradients would be lost.
     """
 
-    __slots__ = ("_code", "_index", "_parts", "_versions", "_weights", "tensors")
+    __slots__ = ("_code", "_index", "_parts", "_versions", "_weights", "is_closed", "tensors")
 
     def __init__(self, module: nn.Module, code: _Code, weights: str = "all", buffers: bool = False) -> None:
         self._code = code
@@ -52,10 +54,13 @@ class Snapshot:
         # for each module, the root first: itself, its class and its attributes
         self._parts: list[tuple[nn.Module, type[nn.Module], dict[str, Any]]] = []
         self._add(module, {}, {id(module)}, weights, buffers)
+        self.is_closed = not any(["forward" in state for _, _, state in self._parts[1:]])
         self._versions = [x._version for x in self.tensors]
 
     def _add(self, module: nn.Module, configs: dict[int, Any], known: set[int], weights: str, buffers: bool) -> None:
         state = module.__dict__.copy()
+        # a compiled call, or one that a report has put there, runs the module itself
+        state.pop("_compiled_call_impl", None)
         for name, value in module.__dict__.items():
             kind: Any = type(value)
             if kind in _CONTAINERS:
