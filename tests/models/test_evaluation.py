@@ -169,3 +169,30 @@ def test_a_trainer_evaluates(reads_best: bool, tmp_path: Path) -> None:
     assert not reads_best or seen == [Tensor] * 3 + [ops.DeferredLogits] * 3
     for name in ("eval_loss", "eval_sum", "eval_rows"):
         assert results[0][name] == pytest.approx(results[1][name], rel=1e-5)
+
+
+@pytest.mark.parametrize("length", [4, 24])
+def test_logits_that_are_read_after_other_weights_are_back(length: int) -> None:
+    """Averaged weights are put in through `.data` for a forward, which no version counter sees.
+
+    Few logits are returned as they are. Many are not kept, and an error says that they cannot be computed any more.
+    """
+    ids = torch.arange(2 * length).view(2, length) % 60
+    read = []
+    for config in (None, CompressionConfig(logits=False)):
+        model = BY_NAME["llama"].build().eval()
+        if config is not None:
+            patch_model(model, config)
+        own = [p.detach().clone() for p in model.parameters()]
+        with torch.no_grad():
+            for p in model.parameters():
+                p.data.mul_(0.5)
+            output = model(input_ids=ids, labels=ids)
+            for p, x in zip(model.parameters(), own, strict=True):
+                p.data.copy_(x)
+            if config is not None and 2 * length > 32:
+                with pytest.raises(RuntimeError, match=r"written on through .data"):
+                    output.logits + 0
+                return
+            read.append(output.logits + 0)
+    assert torch.equal(*read)

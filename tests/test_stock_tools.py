@@ -1,0 +1,105 @@
+"""What other tools do with a model that was patched and has trained: traces, dynamic quantisation, types in tables."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hf_actcompress import CompressionConfig, patch_model
+from hf_actcompress.memory.measurement.allocator import kept_bytes
+from hf_actcompress.modules.base import stock_type
+from tests.families import BY_NAME, FAMILIES
+
+CONFIGS: dict[str, Any] = {"programs": "exact", "leaf by leaf": CompressionConfig(programs=False), "long": "long"}
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+def _trained(name: str, config: Any, **options: Any) -> Any:
+    model = BY_NAME[name].build(**options)
+    if config is not None:
+        patch_model(model, config)
+    model(**BY_NAME[name].make_batch()).loss.backward()
+    return model.eval()
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("name", ["bert", "llama", "gpt2-gelu-new", "distilbert"])
+def test_a_traced_model_is_that_of_stock(name: str, config: str) -> None:
+    ids = BY_NAME[name].make_batch()["input_ids"]
+    results, codes = [], []
+    for made in (None, CONFIGS[config]):
+        file = io.BytesIO()
+        traced = torch.jit.trace(_trained(name, made, return_dict=False), (ids,), check_trace=False)
+        torch.jit.save(traced, file)
+        file.seek(0)
+        results.append(torch.jit.load(file)(ids)[0])
+        codes.append(str(traced.inlined_graph).count("aten::"))
+    assert torch.equal(*results) and codes[0] == codes[1]
+
+
+def test_dynamic_quantisation_finds_the_layers() -> None:
+    counts = []
+    for made in (None, "exact"):
+        small = torch.ao.quantization.quantize_dynamic(_trained("bert", made), {nn.Linear}, dtype=torch.qint8)
+        counts.append(sum("quantized" in type(module).__module__ for module in small.modules()))
+        assert small(**BY_NAME["bert"].make_batch()).logits.isfinite().all()
+    assert counts[0] == counts[1] > 0
+
+
+def test_patched_classes_equal_their_stock_class() -> None:
+    """They are found in tables of types, as sets and dictionaries look them up."""
+    for module in _trained("llama", "exact").modules():
+        stock = stock_type(module)
+        assert type(module) in {stock} and {stock: 1}[type(module)] == 1
+        assert type(module) not in {nn.Embedding, nn.Bilinear} - {stock}
+
+
+def _of_features(name: str, config: Any) -> dict[str, Any]:
+    family = BY_NAME[name]
+    model = family.build()
+    if config is not None:
+        patch_model(model, config)
+    batch = family.make_batch("right" if "right" in family.paddings else "none")
+    labels = batch.pop("labels")
+    with torch.inference_mode():
+        # a frozen tower or a cache of features
+        batch["inputs_embeds"] = model.get_input_embeddings()(batch.pop("input_ids"))
+        batch = {key: x.clone() for key, x in batch.items()}
+    model(**batch, labels=labels).loss.backward()
+    return {key: p.grad for key, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("name", [family.name for family in FAMILIES if family.task == "causal"])
+@pytest.mark.daily(4)
+def test_tensors_of_inference_mode_are_taken(name: str, config: str) -> None:
+    try:
+        stock = _of_features(name, None)
+    except RuntimeError as error:
+        pytest.skip(f"stock refuses them: {error}")
+    torch.testing.assert_close(_of_features(name, CONFIGS[config]), stock, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("labels", [True, False])
+def test_a_training_in_eval_mode_keeps_no_logits(labels: bool) -> None:
+    """Dropout that is switched off by eval mode, as in reinforcement learning and distillation."""
+    kept = []
+    for train in (True, False):
+        model = patch_model(BY_NAME["llama"].build(vocab_size=4096).train(train))
+        batch = BY_NAME["llama"].make_batch()
+        target = batch.pop("labels")
+
+        def loss(model: Any = model, batch: Any = batch, target: Any = target) -> Any:
+            if labels:
+                return model(**batch, labels=target).loss
+            logits = model(**batch).logits
+            return nn.functional.cross_entropy(logits.flatten(0, 1), target.clamp(min=0).flatten())
+
+        loss().backward()
+        model.zero_grad()
+        kept.append(kept_bytes(loss, "cpu"))
+    assert kept[1] <= 1.05 * kept[0]
