@@ -57,12 +57,22 @@ class Entry:
             self.derivations[key] = Recipe(partial(viewed, shape=x.shape, stride=x.stride()))
         return Derived(self.derivations[key], (self.record,))
 
-    def end(self) -> None:
-        """Nothing is known any more of what is in the tensor. Who has saved its record gets what is in it now."""
+    def end(self, version: int) -> None:
+        """Nothing is known any more of what is in the tensor. Who has saved its record gets what is in it now.
+
+        After a write that the version counter shows, the record is that of the tensor before the write, and stays so.
+        `version` is what the counter was when the entry was made.
+        """
         y, record = self.tensor(), self.record
-        if y is not None and isinstance(record, Derived) and record.recipe.uses and not self.derivations:
+        if (
+            y is not None
+            and y._version == version
+            and isinstance(record, Derived)
+            and record.recipe.uses
+            and not self.derivations
+        ):
             order = y.detach().as_strided(self.shape, self.stride)
-            record.recipe.recompute = partial(_as_it_is, order, y._version)
+            record.recipe.recompute = partial(_as_it_is, order, version)
 
     def describes(self, x: Tensor) -> bool:
         """Whether the record can give x, which has the same data as this tensor."""

@@ -156,7 +156,7 @@ def forget(x: Tensor) -> None:
     """
     key = _key(x)
     for other in [] if key is None else [other for other in _state.entries if other[0] == key[0]]:
-        _state.entries.pop(other).end()
+        _state.entries.pop(other).end(other[-1])
 
 
 def record_before_write(x: Tensor) -> Record | None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_actcompress.records import Derived, stored_exact
+from hf_actcompress.records import Derived, forget, stored_exact
 from hf_actcompress.records.record import Recipe
 from tests.oracle import counted
 from tests.records.toys import SHAPE, KeepRecords, consume, leaf, produce, stock, two_consumers
@@ -174,3 +174,16 @@ def test_one_consumer_that_keeps_one_record_twice():
     record = Derived(Recipe(sin), (stored_exact(x.detach()),))
     KeepRecords.apply(x, record, record).sum().backward()
     assert sin.calls == [1]
+
+
+@pytest.mark.parametrize("shown", [True, False])
+def test_a_tensor_that_is_forgotten_after_a_write(shown: bool) -> None:
+    """Backward reads what a write has made of the tensor only if no version counter shows the write."""
+    x = leaf()
+    y = produce(x)
+    z = consume(y)
+    with torch.no_grad():
+        (y if shown else y.data).mul_(3)
+    forget(y)
+    (dx,) = torch.autograd.grad(z.sum(), x)
+    torch.testing.assert_close(dx, 2 * torch.sin(x.detach()) * (1 if shown else 3) * torch.cos(x.detach()))
