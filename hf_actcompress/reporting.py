@@ -160,7 +160,7 @@ def _draws_again(model: nn.Module) -> bool:
 
 
 def _patched(name: str, module: nn.Module, settings: Settings) -> PatchRow:
-    codec = next(name for name, codec in CODECS.items() if codec == settings.codec)
+    codec = next(name for name, codec in CODECS.items() if codec == settings.codec.row)
     stock, weight = stock_type(module).__name__, module._parameters.get("weight")
     reason = ""
     if "forward" in module.__dict__:

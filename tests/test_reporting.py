@@ -12,10 +12,11 @@ import torch
 import transformers as hf
 from torch import nn
 
-from hf_actcompress import CompressionConfig, memory_report, patch_model, patch_report
+from hf_actcompress import PRESETS, CompressionConfig, memory_report, patch_model, patch_report
 from hf_actcompress.config_checks import CODEC_FIELDS
 from hf_actcompress.display.tables import Table
 from hf_actcompress.memory.planning.costs import GROUPS
+from hf_actcompress.modules.base import settings_of
 from hf_actcompress.roles import Role
 from tests.families import BODY, BY_NAME
 
@@ -91,6 +92,18 @@ def test_roles_name_fields_of_a_config_and_groups_of_a_plan() -> None:
     assert {role.field for role in Role} - {""} == {*CODEC_FIELDS, "other"}
     assert {role.group for role in Role} - {""} == set(GROUPS)
     assert all(role.field for role in Role if role.group)
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_codecs_have_the_names_of_the_config(preset: str) -> None:
+    """Also those that learn something for their module; by these names compiled graphs find them."""
+    model = patch_model(BY_NAME["llama"].build(), preset)
+    codecs = {row.name: row.codec for row in patch_report(model).patched}
+    for layer, field in (("mlp.down_proj", "linear"), ("input_layernorm", "norm")):
+        name = f"model.layers.0.{layer}"
+        settings = settings_of(model.get_submodule(name))
+        assert settings is not None
+        assert codecs[name] == settings.codec_name == getattr(PRESETS[preset].at(name), field)
 
 
 def test_batch_norm_and_attention_of_its_own_are_named() -> None:

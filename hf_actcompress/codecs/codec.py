@@ -81,8 +81,14 @@ class Codec(Protocol):
         """A codec equal to this one that draws from a model's generators. A codec that draws nothing returns itself."""
         return self
 
+    @property
+    def row(self) -> Codec:
+        """The codec of the table that `used_in` has made this one of."""
+        return self
+
     def used_in(self, module: str, role: str) -> Codec:
-        """An equal codec for the module of that name, if the codec learns something there in training; else itself.
+        """A codec for the module of that name, if the codec learns something there in training; else itself. Its
+        `row` is equal to this codec.
 
         Called after `drawing_from`: what is learnt belongs to the model, as its generators do.
         """

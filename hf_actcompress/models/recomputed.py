@@ -40,7 +40,7 @@ def find_recomputed(module: nn.Module, config: CompressionConfig) -> Site | None
         return Site(BatchNormMixin, Settings(Role.BATCH_NORM, "input")) if config.derive_linear else None
     if isinstance(module, PreTrainedModel) or not config.derive_linear or not _is_small(module):
         return None
-    if not any(_may_run_again(module, x) and _keeps_as_much(module, x) for x in _shapes(module)):
+    if not any(_may_run_again(module, x) and _is_worth_it(module, x) for x in _shapes(module)):
         return None
     codec = CODECS[config.norm if module._parameters else config.mlp]
     return Site(RecomputedMixin, Settings(Role.RECOMPUTED, "input", codec))
@@ -115,8 +115,10 @@ def _held_by(x: Tensor) -> int:
     return x.untyped_storage().nbytes() // x.element_size()
 
 
-def _keeps_as_much(module: nn.Module, x: Tensor) -> bool:
-    """Whether stock keeps at least the size of the input for backward; a mean, for example, keeps nothing."""
+def _is_worth_it(module: nn.Module, x: Tensor) -> bool:
+    """Whether stock keeps at least the size of the input for backward (a mean, for example, keeps nothing), and a copy
+    reads its own weights. A method that is kept as an attribute (``self.run = self.native``) reads the original's.
+    """
     sizes: dict[int, int] = {}
 
     def pack(saved: Tensor) -> Tensor:
@@ -125,15 +127,14 @@ def _keeps_as_much(module: nn.Module, x: Tensor) -> bool:
         return saved.detach()
 
     probe = _probe(module)
-    for p in probe._parameters.values():
-        if p is not None:
-            p.requires_grad_()
+    weights = [p.requires_grad_() for p in probe._parameters.values() if p is not None]
     try:
         with torch.enable_grad(), saved_tensors_hooks(pack, lambda saved: saved):
             y = probe(x.clone().requires_grad_())
+        found = torch.autograd.grad(y, weights, torch.ones_like(y), allow_unused=True) if weights else ()
     except Exception:
         return False
-    return sum(sizes.values()) >= x.nbytes and y.requires_grad
+    return sum(sizes.values()) >= x.nbytes and y.requires_grad and not any(g is None for g in found)
 
 
 def _probe(module: nn.Module) -> Any:

@@ -46,7 +46,7 @@ class Settings:
     codec_name: str = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "codec_name", _NAMES.get(self.codec, compilation.PLAIN))
+        object.__setattr__(self, "codec_name", _NAMES.get(self.codec.row, compilation.PLAIN))
 
 
 class PatchedModule:

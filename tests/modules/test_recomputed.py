@@ -72,6 +72,20 @@ class Flat(nn.Module):
         return x.flatten(1)
 
 
+class ByAttribute(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(WIDTH))
+        # a copy of the module would call this method of the module itself
+        self.run = self.native
+
+    def native(self, x: Tensor) -> Tensor:
+        return F.silu(x * self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.run(x)
+
+
 RUN_AGAIN: dict[str, Callable[[], nn.Module]] = {
     "own norm": GatedNorm,
     "bloom gelu": BloomGelu,
@@ -82,6 +96,7 @@ RUN_AGAIN: dict[str, Callable[[], nn.Module]] = {
 LEFT_ALONE: dict[str, Callable[[], nn.Module]] = {
     "in place": Doubled, "state": Counting, "new state": Replacing, "random": Noisy, "products": Squares, "view": Flat,
     "mean": lambda: nn.AdaptiveAvgPool1d(1), "identity": nn.Identity, "elu in place": lambda: nn.ELU(inplace=True),
+    "a method of its own as an attribute": ByAttribute,
 }  # fmt: skip
 
 

@@ -126,6 +126,10 @@ class IntRunning(Codec):
     def keeping_sign(self) -> Codec:
         return replace(self, keep_sign=True)
 
+    @property
+    def row(self) -> Codec:
+        return replace(self, last=False)
+
     def used_in(self, module: str, role: str) -> Codec:
         if role in _ONE_TENSOR:
             return replace(self, place=module, last=role in _FEATURES_LAST)
