@@ -22,7 +22,8 @@ def _trained(name: str, config: Any, **options: Any) -> Any:
     model = BY_NAME[name].build(**options)
     if config is not None:
         patch_model(model, config)
-    model(**BY_NAME[name].make_batch()).loss.backward()
+    output = model(**BY_NAME[name].make_batch())
+    (output[0] if isinstance(output, tuple) else output.loss).backward()
     return model.eval()
 
 
