@@ -9,8 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from .. import ops
+from ..ops.snapshot import refuse_merges
 from ..records import current
 from .base import ModuleMixin, recording
+from .experts import ExpertsMixin
 from .selective import recalled
 
 
@@ -21,6 +23,11 @@ class AdapterMixin(ModuleMixin):
     prefix = ""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.compiler.is_compiling() and isinstance(self._modules.get("base_layer"), ExpertsMixin):
+            # the adapted weights of experts are made again in backward
+            out = super().forward(*args, **kwargs)
+            refuse_merges([self], out)
+            return out
         # with dropout the code itself has to run again, so that the second run draws what the first one drew
         if torch.compiler.is_compiling() or current.call is None or not args or _draws(self):
             return super().forward(*args, **kwargs)

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from torch import Tensor, nn
+
+from ..records import tensors_in
 
 # hooks have seen the forward, so the copies have none
 _NO_HOOKS: dict[str, Any] = dict.fromkeys(
@@ -108,6 +110,27 @@ class Snapshot:
             for name, of in (("_parameters", weights), ("_buffers", weights), ("_modules", twins)):
                 vars(twin)[name] = {key: of.get(id(x), x) for key, x in vars(twin)[name].items()}
         return self._code(next(iter(twins.values())))(*args, **kwargs)
+
+
+def refuse_merges(adapters: Sequence[nn.Module], outputs: Any) -> None:
+    """Let the backward of outputs, which computes adapted weights again, raise an error if they were merged by then.
+
+    Args:
+        adapters: Layers of PEFT.
+        outputs: What has been computed with their weights: a tensor, or nested tensors.
+    """
+    merged = [(adapter, list(vars(adapter)[MERGED])) for adapter in adapters]
+    node = next((x.grad_fn for x in tensors_in(outputs) if x.grad_fn is not None), None) if merged else None
+    if node is not None:
+        node.register_prehook(partial(_refuse, merged))
+
+
+def _refuse(merged: Sequence[tuple[nn.Module, list[str]]], _: Any) -> None:
+    if any(vars(adapter)[MERGED] != then for adapter, then in merged):
+        raise RuntimeError(
+            "an adapter was merged into a weight, or taken out of one, between a forward and its backward, which "
+            "computes with that weight again; merge adapters after the backward"
+        )
 
 
 def of_function(function: Callable[..., Any]) -> Snapshot:

@@ -6,7 +6,6 @@ import copy
 import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from itertools import repeat
 from types import FunctionType
 from typing import Any
@@ -14,9 +13,9 @@ from typing import Any
 from torch import nn
 
 from ..modules.base import HOOKS, are_wanted, stock_type
-from ..ops.snapshot import MERGED
+from ..ops.snapshot import MERGED, refuse_merges
 from ..private_apis import as_in_first_run, hooks_on_every_module
-from ..records import current, tensors_in
+from ..records import current
 
 # attributes of modules that are recorded and may change later: rates of dropout, caps, which adapters are on
 _STATE = (
@@ -88,10 +87,7 @@ class Look:
 
     def refuse_merges(self, outputs: Any) -> None:
         """Let the backward of a layer that computes it again raise an error if an adapter has been merged by then."""
-        merged = [(module, value) for module, name, value in self.attributes if name == MERGED]
-        node = next((x.grad_fn for x in tensors_in(outputs) if x.grad_fn is not None), None)
-        if merged and node is not None:
-            node.register_prehook(partial(_refuse_merges, merged))
+        refuse_merges([module for module, name, _ in self.attributes if name == MERGED], outputs)
 
     def _prepared(self) -> tuple[Any, ...]:
         states = [vars(child) for _, _, child in self.children]
@@ -108,14 +104,6 @@ class Look:
 
 def _hooked(hooks: list[dict[int, Any]]) -> bool:
     return hooks_on_every_module() or (any(hooks) and any(map(are_wanted, hooks)))
-
-
-def _refuse_merges(merged: list[tuple[Any, Any]], _: Any) -> None:
-    if any(vars(module).get(MERGED) != value for module, value in merged):
-        raise RuntimeError(
-            "an adapter was merged into a weight of a checkpointed layer, or taken out of it, between forward and "
-            "backward, which computes the layer again; merge adapters after the backward"
-        )
 
 
 def _children(layer: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:

@@ -294,12 +294,3 @@ def test_hooks_inside_and_compiled_graphs_leave_an_mlp_whole() -> None:
 def test_wrong_tiles_are_named(wrong: Any) -> None:
     with pytest.raises(UnknownOptionError, match="tiled_mlp.*a number of rows"):
         CompressionConfig(tiled_mlp=wrong)
-
-
-def test_an_adapter_that_is_merged_before_the_backward_raises() -> None:
-    """Its weights are written through `.data`, so no version shows it, and the MLP is computed again."""
-    model: Any = patch_model(_lora(_llama(layers=1)), TILED)
-    y = model(inputs_embeds=_x().requires_grad_()).last_hidden_state
-    model.merge_adapter()
-    with pytest.raises(RuntimeError, match="an adapter was merged"):
-        y.sum().backward()

@@ -51,3 +51,15 @@ def test_which_copies_call_each_other_only() -> None:
     for part, is_closed in ((module, True), (module[0], False)):
         _replace_forward(part)
         assert Snapshot(module, lambda twin: twin).is_closed == is_closed
+
+
+def test_an_adapter_that_is_merged_before_the_backward_raises() -> None:
+    """Its weights are written through `.data`, so no version shows it, and the MLP is computed again."""
+    peft = pytest.importorskip("peft")
+    lora = peft.LoraConfig(target_modules=["gate_proj", "up_proj"], r=4)
+    model: Any = patch_model(peft.get_peft_model(hf.LlamaForCausalLM(_LLAMA), lora), CompressionConfig(tiled_mlp=8))
+    ids = torch.arange(40).view(2, 20)
+    loss = model.train()(input_ids=ids, labels=ids).loss
+    model.merge_adapter()
+    with pytest.raises(RuntimeError, match="an adapter was merged"):
+        loss.backward()
