@@ -28,6 +28,7 @@ from ..config import CompressionConfig
 from ..methods.chosen_tokens.model import choice_of_call, choosing
 from ..methods.gact.model import refresh_bits
 from ..modules.hooked import hooks_of, watch
+from ..private_apis import transforms_or_export
 from ..records import Padding, RepeatedRows, dropping, frame, hooked, in_frame, netted, without_inference
 from ..reference.rng import Generators
 from .arguments import arguments, cache_in
@@ -160,7 +161,7 @@ class PatchedForward:
         if self.config.gradient_norms:
             self.generators.samples = samples_of_call(self.model, given)
         # nodes do not show what a hook has written, so nothing is made again from what they keep
-        on = self.config.net and self.config.derive_linear and not seen
+        on = not seen and not transforms_or_export() and self.config.net and self.config.derive_linear
         other = CODECS[self.config.other].drawing_from(self.generators)
         net = netted(other, self._joins) if on else nullcontext()
         choice = choice_of_call(self.model, stock, args, kwargs, self.config)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .. import compilation, ops
 from ..ops.autocast import autocast_dtype
-from ..records import hooks_outside
+from ..private_apis import innermost_saved_tensor_hooks
 from .base import Settings, keeps_for_backward, only_tensor
 from .leaves import LinearMixin
 
@@ -28,7 +28,7 @@ def deferring(heads: tuple[HeadMixin, ...]) -> Iterator[None]:
 
     Not in a region that the model's own code checkpoints: backward runs the region again, outside of this block.
     """
-    token = _deferring.set((heads, hooks_outside()))
+    token = _deferring.set((heads, innermost_saved_tensor_hooks()))
     try:
         yield
     finally:
@@ -66,7 +66,7 @@ class HeadMixin(LinearMixin):
     def _defers(self) -> bool:
         heads, hooks = _deferring.get()
         # the hooks are compared with ==, because those that are methods are new objects each time
-        return any(head is self for head in heads) and hooks_outside() == hooks
+        return any(head is self for head in heads) and innermost_saved_tensor_hooks() == hooks
 
 
 def _is_small(x: Tensor, weight: Tensor) -> bool:

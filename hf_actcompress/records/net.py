@@ -32,7 +32,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Parameter
 
 from ..codecs import IDENTITY, Codec
-from ..private_apis import next_sequence_number, saved_tensor_hooks_allowed, transforms_or_export
+from ..private_apis import next_sequence_number, saved_tensor_hooks_allowed
 from ..reference.bits import pack_mask
 from ._current import Netting, current
 from .activations import codec_for, is_activation
@@ -283,7 +283,7 @@ def netted(codec: Codec, proved: dict[Hashable, bool]) -> Iterator[None]:
         codec: How activations are stored that stock code saves and that cannot be computed again.
         proved: What earlier forwards of the model have found out about its joined tensors (`joined.Trials`).
     """
-    if not torch.is_grad_enabled() or checkpointed() or not saved_tensor_hooks_allowed() or transforms_or_export():
+    if not torch.is_grad_enabled() or checkpointed() or not saved_tensor_hooks_allowed():
         yield
         return
     net, before = Net(None if codec == IDENTITY else codec, proved), current.net
