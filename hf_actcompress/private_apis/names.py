@@ -45,11 +45,12 @@ PRIVATE_APIS: tuple[PrivateAPI, ...] = (
     PrivateAPI("torch.ones(1, 1, requires_grad=True).split(1)[0].grad_fn._saved_split_size", _T, "the same"),
     PrivateAPI("torch.ones(1, 1, requires_grad=True).split([1])[0].grad_fn._saved_split_sizes", _T, "the same"),
     PrivateAPI("torch.ones(1, 1, requires_grad=True).repeat(1, 1).grad_fn._saved_repeats", _T, "how often"),
-    PrivateAPI("torch.ones(1, 1, requires_grad=True).mul(2).grad_fn._saved_other", _T, "the factor of a product"),
+    PrivateAPI("torch.ones(1, 1, requires_grad=True).mul(2).grad_fn._raw_saved_other.unpack_hook", _T,
+               "the factor of a product"),
     PrivateAPI("torch.nn.functional.pad(torch.ones(1, 1, requires_grad=True), (0, 1)).grad_fn._saved_pad", _T, "what "
                "was added to each side"),
-    PrivateAPI("torch.ones(1, requires_grad=True)[torch.zeros(1, dtype=int)].grad_fn._saved_indices", _T, "which rows "
-               "were taken"),
+    PrivateAPI("torch.ones(1, requires_grad=True)[torch.zeros(1, dtype=int)].grad_fn._raw_saved_indices", _T,
+               "which rows were taken"),
     PrivateAPI("torch.max_pool2d(torch.ones(1, 1, 1, requires_grad=True), 1).grad_fn._saved_stride", _T, "pooled maps "
                "that are smaller than what they are made of"),
     PrivateAPI("torch._C._autograd._unsafe_set_version_counter", _T, "adapters of experts are "

@@ -177,9 +177,15 @@ def product_of(node: Any) -> Compute | None:
 
 
 def number_of(node: Any) -> Tensor | None:
-    """The number [] by which a node multiplies or divides; None if its second factor is no number."""
-    number: Tensor | None = None if node.next_functions[1][0] is not None else node._saved_other
-    return None if number is None or number.dim() else number
+    """The number [] by which a node multiplies or divides; None if its second factor is no number.
+
+    Torch packs no numbers. What hooks have packed is not read: those of a checkpoint would run the region again.
+    """
+    saved = None if node.next_functions[1][0] is not None else node._raw_saved_other
+    if saved is None or saved.unpack_hook is not None:
+        return None
+    number: Tensor = saved.data
+    return None if number.dim() else number
 
 
 class Widths(NamedTuple):

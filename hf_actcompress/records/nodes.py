@@ -130,7 +130,7 @@ def gathered_from(node: Any) -> Parameter | None:
     An embedding gathers rows, too, for example of relative positions for each pair of tokens.
     """
     kind = type(node).__name__
-    if kind != "EmbeddingBackward0" and (kind != "IndexBackward0" or len(node._saved_indices) != 1):
+    if kind != "EmbeddingBackward0" and (kind != "IndexBackward0" or len(node._raw_saved_indices) != 1):
         return None
     source = node.next_functions[0][0] if node.next_functions else None
     leaf = getattr(source, "variable", None)

@@ -69,6 +69,41 @@ def test_in_company(name: str) -> None:
     assert live_entries() == 0
 
 
+class Checkpointed(nn.Module):
+    """Two checkpointed calls of a function, the second of which keeps what the first has made."""
+
+    def __init__(self, function: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.function, self.norm, self.runs = function, nn.LayerNorm(32), 0
+
+    def _counted(self, x: Tensor) -> Tensor:
+        self.runs += 1
+        return self.function(self.norm(x))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            x = checkpoint(self._counted, x, use_reentrant=False)
+        return x
+
+
+TABLE = nn.Parameter(torch.linspace(-2, 2, 40 * 32).view(40, 32))
+# what the nodes of these save is packed by the hooks of the checkpoint
+IN_CHECKPOINTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "product": lambda y: y + y.tanh() * torch.rand(SHAPE),
+    "quotient": lambda y: y + y.tanh() / torch.tensor(3.0),
+    "rows": lambda y: TABLE[y.argmax(-1)],
+}
+
+
+@pytest.mark.parametrize("name", IN_CHECKPOINTS)
+def test_no_checkpoint_runs_again_in_the_forward(name: str) -> None:
+    model = patch_model(Checkpointed(IN_CHECKPOINTS[name]))
+    loss = model(torch.linspace(-1, 1, 24 * 32).view(SHAPE).requires_grad_()).sum()
+    assert model.runs == 2
+    loss.backward()
+    assert model.runs > 2
+
+
 def test_hooks_outside_get_what_the_net_keeps() -> None:
     sizes = {}
     for patched in (False, True):
