@@ -1,4 +1,4 @@
-"""What other tools do with a model that was patched and has trained: traces, dynamic quantisation, types in tables."""
+"""What other tools and habits do with a patched model: traces, tensors of inference mode, training in eval mode."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from torch import nn
 
 from hf_actcompress import CompressionConfig, patch_model
 from hf_actcompress.memory.measurement.allocator import kept_bytes
-from hf_actcompress.modules.base import stock_type
 from tests.families import BY_NAME, FAMILIES
 
 CONFIGS: dict[str, Any] = {"programs": "exact", "leaf by leaf": CompressionConfig(programs=False), "long": "long"}
@@ -40,23 +39,6 @@ def test_a_traced_model_is_that_of_stock(name: str, config: str) -> None:
         results.append(torch.jit.load(file)(ids)[0])
         codes.append(str(traced.inlined_graph).count("aten::"))
     assert torch.equal(*results) and codes[0] == codes[1]
-
-
-def test_dynamic_quantisation_finds_the_layers() -> None:
-    counts = []
-    for made in (None, "exact"):
-        small = torch.ao.quantization.quantize_dynamic(_trained("bert", made), {nn.Linear}, dtype=torch.qint8)
-        counts.append(sum("quantized" in type(module).__module__ for module in small.modules()))
-        assert small(**BY_NAME["bert"].make_batch()).logits.isfinite().all()
-    assert counts[0] == counts[1] > 0
-
-
-def test_patched_classes_equal_their_stock_class() -> None:
-    """They are found in tables of types, as sets and dictionaries look them up."""
-    for module in _trained("llama", "exact").modules():
-        stock = stock_type(module)
-        assert type(module) in {stock} and {stock: 1}[type(module)] == 1
-        assert type(module) not in {nn.Embedding, nn.Bilinear} - {stock}
 
 
 def _of_features(name: str, config: Any) -> dict[str, Any]:

@@ -110,31 +110,11 @@ def _new(mixin: type, stock_class: Any) -> nn.Module:
     return module
 
 
-class _EqualToStock(type):
-    """The type of patched classes: they equal their stock class, but are not identical to it.
-
-    Other libraries look layers up in tables by their exact type, as ``torch.ao.quantization.quantize_dynamic`` does.
-    """
-
-    stock_class: Any
-
-    def __eq__(cls, other: object) -> bool:
-        return getattr(other, "stock_class", other) is cls.stock_class
-
-    def __hash__(cls) -> int:
-        return hash(cls.stock_class)
-
-
 @cache
 def patched_class(mixin: Any, stock_class: Any) -> type[nn.Module]:
     """The subclass of `stock_class` with `mixin`."""
     name = f"{mixin.prefix}{stock_class.__name__}"
-    kind = type(stock_class)
-    kind = _EqualToStock if kind is type else type(kind.__name__, (_EqualToStock, kind), {})
-    made: type[nn.Module] = kind(
-        name, (mixin, stock_class), {"stock_class": stock_class, "__module__": mixin.__module__}
-    )
-    return made
+    return type(name, (mixin, stock_class), {"stock_class": stock_class, "__module__": mixin.__module__})
 
 
 def patch_instance(module: nn.Module, mixin: type, settings: Settings) -> None:

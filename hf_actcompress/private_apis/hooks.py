@@ -70,7 +70,14 @@ def as_in_first_run(asked: T, find: Callable[[T], bool]) -> bool:
     through the code, it would save other tensors than the first.
     """
     hooks = innermost_saved_tensor_hooks()
-    if hooks is None or getattr(hooks[0], "__module__", None) != torch.utils.checkpoint.__name__:
+    if hooks is None:
+        return find(asked)
+    try:
+        # no call of a function: this runs for each layer
+        module = hooks[0].__module__
+    except AttributeError:
+        module = None
+    if module != torch.utils.checkpoint.__name__:
         return find(asked)
     answers: dict[int, bool] = vars(_region_of(hooks[0])).setdefault(_ANSWERS, {})
     if id(asked) not in answers:

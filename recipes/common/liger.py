@@ -1,5 +1,6 @@
 """Liger's kernels in one model only. Liger's own patch of an instance also replaces names in transformers' modules."""
 
+import inspect
 import sys
 from types import FunctionType, MethodType
 from typing import Any
@@ -25,7 +26,8 @@ def apply_liger(model: Any) -> Any:
     finally:
         names.update(before)
     for module in bare.modules():
-        forward = type(module).forward
+        # without its decorators, which handle old names of arguments
+        forward = inspect.unwrap(type(module).forward)
         own = "forward" in vars(module) or forward.__globals__ is not names
         # the attention calls RoPE by its name
         if not own and replaced.keys() & forward.__code__.co_names:
