@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from .memory.planning.plans import Plan, plan
     from .patching import patch_model, patched, unpatch_model
     from .reporting import PatchReport, patch_report
-    from .training import ActCompressCallback, GradientNorms, MemoryCallback, log_memory
+    from .training import ActCompressCallback, GradientNorms, MemoryCallback
 
 # A list for each module: type checkers read the lists, and `_HOME` notes which module each name comes from.
 __all__ = ["ActCompressError"]
@@ -70,7 +70,7 @@ __all__ += [
     "plan",
 ]
 _HOME |= dict.fromkeys(__all__[len(_HOME) :], "memory")
-__all__ += ["ActCompressCallback", "GradientNorms", "MemoryCallback", "log_memory"]
+__all__ += ["ActCompressCallback", "GradientNorms", "MemoryCallback"]
 _HOME |= dict.fromkeys(__all__[len(_HOME) :], "training")
 
 

@@ -12,7 +12,7 @@ from .config_file import ConfigFile
 from .errors import UnknownOptionError
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class CompressionConfig(ConfigFile):
     """How the kept tensors of each field are stored, and which modules are patched. The default is the preset "exact".
 
@@ -41,9 +41,10 @@ class CompressionConfig(ConfigFile):
         overrides: Codecs of single layers, as (dotted part of a module's name, field, codec): ``("layers.3", "mlp",
             "int4")`` holds for every module below a "layers.3". A later one replaces an earlier one.
             `checkpoint_attention` may be set in the same way. `calibrate` and `plan` write them.
-        logits: Return ``outputs.logits`` as stock does. False: in a forward that computes a loss, in training or under
-            ``no_grad`` with labels, the head never holds the whole logits; ``outputs.logits`` then computes its values
-            on request (``argmax`` over the vocabulary a few rows at a time), until the weights change.
+        logits: Return ``outputs.logits`` whole, as stock does. False: ``outputs.logits`` computes its values when
+            something reads them (``argmax`` over the vocabulary a few rows at a time), before or after backward, until
+            the weights change; then an error says so. The head never holds more than 256 MiB of logits in a forward
+            that computes a loss, in training or under ``no_grad`` with labels. A compiled graph returns them whole.
         targets: The largest share of a batch's positions whose label counts (is not -100): 0.25 suits a masked language
             model that masks 15%. The head computes no gradient for the others. On a GPU it cannot count these labels
             without waiting for the device, so it computes all positions, or this share. If more positions of a batch
@@ -97,26 +98,29 @@ class CompressionConfig(ConfigFile):
         selective: Run code of a model's own making again in backward (eager attention with its probabilities, a
             state-space scan). The results of its linear layers are kept, so these layers do not run again. Needs `net`.
         tiled_mlp: Rows (tokens) of a tile in which MLPs are computed, forward and backward, so that the working memory
-            of an MLP is that of a tile; "auto" is half of the hidden size, 256 at least; 0 is off. An MLP then keeps
-            its input alone, which costs nothing where it is a norm's output, and is computed twice, also in a
-            checkpointed layer (with ``use_reentrant=True`` three times there). Exact, with the weights' gradients
-            summed over tiles in fp32; what an MLP draws (LoRA's dropout) is drawn for each tile. Codecs and variants
-            have no effect inside. Evaluation under ``no_grad`` goes in tiles, too. Not computed in tiles: MLPs with
-            hooks on their layers, sharded ones (ZeRO-3), compiled ones, and experts. Where torch's code computes
-            gated delta nets (Qwen3-Next, Qwen3.5), their backward takes about as many tokens at a time (512 for
-            "auto").
+            of an MLP is that of a tile; "auto" is half of the hidden size, 256 at least; 0 is off. "checkpointed": only
+            in checkpointed layers that get 16,384 rows or more, in tiles of 8,192 rows or more, which fill a device as
+            well as all rows do, and only MLPs without dropout. An MLP in tiles keeps its input alone, which costs
+            nothing where it is a norm's output, and is computed twice, also in a checkpointed layer (with
+            ``use_reentrant=True`` three times there). Exact, with the weights' gradients summed over tiles in fp32;
+            what an MLP draws (LoRA's dropout) is drawn for each tile. Codecs and variants have no effect inside.
+            Evaluation under ``no_grad`` goes in tiles, too. Not computed in tiles: MLPs with hooks on their layers,
+            sharded ones (ZeRO-3), compiled ones, and experts. Where torch's code computes gated delta nets (Qwen3-Next,
+            Qwen3.5), their backward takes about as many tokens at a time (512 for "auto").
         programs: Run layers as programs: one autograd Function per layer where torch runs its attention by a fused
             kernel, else two and the attention. Their code is generated from what the layer's own code does; it gives
             the same bits and keeps the same bytes in less of the host's time. A layer that is checkpointed as torch
             does it by default is one Function, too, which keeps its input. A layer runs as a program only if this was
             proved right on a small layer of its kind. LoRA, autocast, dropout, frozen weights, empty caches, and codecs
             that round to nearest are supported. Other layers (the report says why), and calls that are not ordinary
-            ones (hooks inside, a filled cache, adapters switched off), run leaf by leaf, as all do with False.
+            ones (hooks inside, a filled cache, adapters switched off), run module by module, as all do with False.
+        engine: What runs layers while `programs` is on: "programs", or "plans": straight-line code that is derived from
+            the layer's own joint graph of forward and backward. The second is to replace the first.
         tokens: The share of each sequence's tokens that get gradients, above 0 and up to 1 (TokenTune, arXiv
             2501.18824). The loss is that of all tokens. In every layer the hidden states of the other tokens are
             constants: nothing is kept of them but their keys and values, and backward computes nothing for them; a
             layer's forward runs twice, on all tokens and on the chosen ones. The gradient of that is exact; it is not
-            the gradient of all tokens. Layers run leaf by leaf, attention has to be "sdpa". Not with `drop_padding`,
+            the gradient of all tokens. Layers run module by module; attention must be "sdpa". Not with `drop_padding`,
             for encoder-decoders, or in compiled graphs.
         token_choice: "random" (drawn anew in each forward), "last", "loss" (those that predict worst, found by a
             forward without gradients; TokenSeek's idea), or a function: it gets the arguments of the model's forward as
@@ -139,7 +143,7 @@ class CompressionConfig(ConfigFile):
     norm_variant: str = "input"
     attention_variant: str = "statistics"
     loss_head: bool = True
-    logits: bool = True
+    logits: bool = False
     targets: float = 1.0
     overrides: tuple[tuple[str, str, str], ...] = ()
     drop_padding: bool = False
@@ -151,8 +155,9 @@ class CompressionConfig(ConfigFile):
     refresh_bits: int = 0
     net: bool = True
     selective: bool = True
-    tiled_mlp: int | str = 0
+    tiled_mlp: int | str = "checkpointed"
     programs: bool = True
+    engine: str = "programs"
     tokens: float = 1.0
     token_choice: Any = "random"
 
@@ -177,6 +182,11 @@ class CompressionConfig(ConfigFile):
             return self
         norms = self.gradient_norms if found.get("linear", self.linear) in sampling() else 0
         return replace(self, **found, gradient_norms=norms, refresh_bits=0, overrides=())  # type: ignore[arg-type]
+
+    @property
+    def always_in_tiles(self) -> bool:
+        """Whether MLPs are computed in tiles in every call."""
+        return self.tiled_mlp not in (0, "checkpointed")
 
     @property
     def lossless(self) -> bool:
@@ -211,10 +221,13 @@ _INT8 = CompressionConfig(
 )
 _INT4 = replace(_INT8, norm="int4_128_outliers", mlp="int4_outliers")
 
+# what a config is called that is none of the presets
+CUSTOM = "custom"
+
 PRESETS: dict[str, CompressionConfig] = {
     "exact": CompressionConfig(),
-    # exact, too, for long contexts: MLPs keep their input alone and are computed again in tiles, logits in chunks
-    "long": CompressionConfig(tiled_mlp="auto", logits=False),
+    # exact, too, for long contexts: MLPs keep their input alone and are computed again in tiles
+    "long": CompressionConfig(tiled_mlp="auto"),
     "int8": _INT8,
     "int4": _INT4,
     # attention in 5 bits, too: it runs again in backward, so that its statistics fit what was stored
@@ -274,3 +287,8 @@ def resolve(config: CompressionConfig | Configured | str) -> CompressionConfig:
     if isinstance(config, str):
         return CompressionConfig.from_preset(config)
     raise UnknownOptionError("config", config, [*PRESETS, "a CompressionConfig"])
+
+
+def preset_of(config: CompressionConfig) -> str:
+    """The preset that a config is, or "custom"."""
+    return next((name for name, preset in PRESETS.items() if preset == config), CUSTOM)

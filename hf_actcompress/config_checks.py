@@ -22,6 +22,9 @@ _SHORTHAND = re.compile(r"(every|but_last):[1-9]\d*")
 # how the tokens that get gradients are chosen
 TOKEN_CHOICES = ("random", "last", "loss")
 
+# values of tiled_mlp beside numbers of rows
+TILES = ("auto", "checkpointed")
+
 # what each codec must have
 _METHODS = ("pack", "unpack", "nbytes")
 
@@ -36,6 +39,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "norm_variant": ("input", "output"),
     "attention_variant": ("statistics", "recomputed", "tempo"),
     "checkpoint_attention": ("recomputed", "kept"),
+    "engine": ("programs", "plans"),
 }  # fmt: skip
 
 
@@ -51,16 +55,18 @@ def check(config: Any) -> None:
         elif value not in VARIANTS[field]:
             raise UnknownOptionError(field, value, VARIANTS[field])
     if config.gradient_norms and config.linear not in sampling():
-        raise UnknownOptionError("codec for linear under gradient_norms", config.linear, sampling())
-    if config.tiled_mlp != "auto" and not (type(config.tiled_mlp) is int and config.tiled_mlp >= 0):
-        raise UnknownOptionError("tiled_mlp", config.tiled_mlp, ["a number of rows", "auto"])
+        raise UnknownOptionError("with gradient_norms, the codec for linear", config.linear, sampling(), refused=True)
+    if config.tiled_mlp not in TILES and not (type(config.tiled_mlp) is int and config.tiled_mlp >= 0):
+        raise UnknownOptionError("tiled_mlp", config.tiled_mlp, ["a number of rows", *TILES], refused=True)
     if config.refresh_bits and not any(
         isinstance(CODECS[getattr(config, field)], IntMeasured) for field in CODEC_FIELDS
     ):
         measured = [name for name, codec in CODECS.items() if isinstance(codec, IntMeasured)]
-        raise UnknownOptionError("codec under refresh_bits", config.mlp, measured)
+        raise UnknownOptionError("with refresh_bits, the codec", config.mlp, measured, refused=True)
     if isinstance(config.checkpoint, str) and not _SHORTHAND.fullmatch(config.checkpoint):
-        raise UnknownOptionError("checkpoint", config.checkpoint, ["names of layers", "every:2", "but_last:1"])
+        raise UnknownOptionError(
+            "checkpoint", config.checkpoint, ["names of layers", "every:2", "but_last:1"], refused=True
+        )
     for field, variants in VARIANTS.items():
         if getattr(config, field) not in variants:
             raise UnknownOptionError(field, getattr(config, field), variants)
@@ -74,14 +80,16 @@ def _check_attention(config: Any) -> None:
     codecs = [config.attention, *(value for _, field, value in config.overrides if field == "attention")]
     along = [name for name in codecs if CODECS[name].along_tokens]
     if along and config.attention_variant != "recomputed":
-        raise UnknownOptionError(f"attention_variant with {along[0]}", config.attention_variant, ["recomputed"])
+        what = f"with the codec {along[0]!r}, attention_variant"
+        raise UnknownOptionError(what, config.attention_variant, ["recomputed"], refused=True)
 
 
 def _check_checkpoints(config: Any) -> None:
     """Kept statistics of the exact q and k need a lossless input: they do not fit q and k of a rounded one."""
     if config.checkpoint_attention == "kept" and not CODECS[config.checkpoint_input].lossless:
         lossless = [name for name, codec in CODECS.items() if codec.lossless]
-        raise UnknownOptionError('checkpoint_input with checkpoint_attention="kept"', config.checkpoint_input, lossless)
+        what = 'with checkpoint_attention="kept", checkpoint_input'
+        raise UnknownOptionError(what, config.checkpoint_input, lossless, refused=True)
     for part, field, _ in config.overrides:
         if field.startswith("checkpoint"):
             # making the config of that layer checks it
@@ -92,13 +100,13 @@ def _check_tokens(config: Any) -> None:
     for name in ("tokens", "targets"):
         share = getattr(config, name)
         if not (isinstance(share, (int, float)) and 0 < share <= 1):
-            raise UnknownOptionError(name, share, ["a share above 0 and up to 1"])
+            raise UnknownOptionError(name, share, ["a share above 0 and up to 1"], refused=True)
     if config.token_choice not in TOKEN_CHOICES and not callable(config.token_choice):
         raise UnknownOptionError("token_choice", config.token_choice, [*TOKEN_CHOICES, "a function"])
     if config.tokens < 1 and config.drop_padding:
-        raise UnknownOptionError("drop_padding with tokens < 1", True, [False])
+        raise UnknownOptionError("with tokens < 1, drop_padding", True, [False], refused=True)
     if config.share_prompts and (config.drop_padding or config.tokens < 1):
-        raise UnknownOptionError("share_prompts with drop_padding or tokens < 1", True, [False])
+        raise UnknownOptionError("with drop_padding or tokens < 1, share_prompts", True, [False], refused=True)
 
 
 def name_of(codec: Any) -> Any:
@@ -124,18 +132,20 @@ def check_instance(codec: Any) -> None:
     """Raise CodecError if the object is no codec, cannot be a key, or has a `repr` that another process cannot read."""
     missing = [method for method in _METHODS if not callable(getattr(codec, method, None))]
     if isinstance(codec, type):
-        raise CodecError(f"{codec!r} is a class, not an instance of it; pass {codec.__name__}(...)")
+        raise CodecError(f"{codec!r} is a class, not an instance; pass {codec.__name__}(...)")
     if missing:
-        raise CodecError(f"a codec has {', '.join(_METHODS)}; {codec!r} is without {', '.join(missing)}")
+        raise CodecError(f"a codec needs the methods {', '.join(_METHODS)}; {codec!r} has no {', '.join(missing)}")
     # a protocol's `isinstance` compares names of methods alone; the base also gives a codec its default properties
     if Codec not in type(codec).__mro__:
-        raise CodecError(f"{type(codec).__name__} has not the base hf_actcompress.extension.Codec; derive it from that")
+        raise CodecError(
+            f"{type(codec).__name__} does not inherit from hf_actcompress.extension.Codec; make that its base class"
+        )
     try:
         hash(codec)
     except TypeError as error:
         raise CodecError(f"{codec!r} cannot be hashed; make its class a dataclass(frozen=True)") from error
     if " at 0x" in repr(codec):
-        raise CodecError(f"the repr {codec!r} holds an address; make its class a dataclass(frozen=True)")
+        raise CodecError(f"the repr {codec!r} contains a memory address; make its class a dataclass(frozen=True)")
 
 
 def sampling() -> list[str]:

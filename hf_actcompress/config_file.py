@@ -19,6 +19,11 @@ FILE_NAME = "actcompress_config.json"
 class ConfigFile:
     """The base of a frozen dataclass whose fields are numbers, texts, and tuples of them."""
 
+    def __repr__(self) -> str:
+        """Code that makes an equal config: the fields whose values are not the default's."""
+        found = ((field, getattr(self, field.name)) for field in fields(self))  # type: ignore[arg-type]
+        return f"{type(self).__name__}({', '.join(f'{f.name}={value!r}' for f, value in found if value != f.default)})"
+
     def to_dict(self) -> dict[str, Any]:
         """All fields."""
         found: dict[str, Any] = asdict(self)  # type: ignore[call-overload]

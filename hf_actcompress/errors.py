@@ -10,17 +10,22 @@ class ActCompressError(Exception):
 
 
 class UnknownOptionError(ActCompressError, ValueError):
-    """An option, preset, field or codec that does not exist."""
+    """An option, preset, field or codec that does not exist, or a value that does not go with the other options."""
 
-    def __init__(self, what: str, asked: object, known: Iterable[object]) -> None:
+    def __init__(self, what: str, asked: object, known: Iterable[object], *, refused: bool = False) -> None:
         listed = ", ".join(repr(name) for name in known)
-        super().__init__(f"unknown {what} {asked!r}; known: {listed}")
+        if refused:
+            super().__init__(f"{what} cannot be {asked!r}; allowed: {listed}")
+        else:
+            super().__init__(f"unknown {what} {asked!r}; known: {listed}")
 
 
 class RegistrationError(ActCompressError, ValueError):
     """A name is registered that is taken or was registered before, or an object of the wrong kind is registered."""
 
-    def __init__(self, what: str, name: str, reason: str, do: str = "choose another, or remove() the first") -> None:
+    def __init__(
+        self, what: str, name: str, reason: str, do: str = "choose another name, or remove() the first one"
+    ) -> None:
         super().__init__(f"the {what} {name!r} was not registered: {reason}; {do}")
 
 

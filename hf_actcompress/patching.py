@@ -12,8 +12,9 @@ from typing import TypeVar
 from torch import nn
 
 from .compilation import register
-from .config import PRESETS, CompressionConfig, Configured, resolve
+from .config import CUSTOM, CompressionConfig, Configured, preset_of, resolve
 from .errors import NothingPatchedError, UnknownOptionError, UnsupportedModelError
+from .layers import Store, find_plans, units_of, wants_plans
 from .methods.chosen_tokens.model_layers import refuse_choice
 from .models.checkpointing import restore_checkpointing, switch_on
 from .models.probe import answers_kept
@@ -143,7 +144,10 @@ def _patch_leaves(model: nn.Module, config: CompressionConfig, prefix: str, gene
 
 
 def _install_programs(model: nn.Module, config: CompressionConfig) -> None:
-    """Let layers with a proved program run as programs. Their leaves stay patched for calls that run leaf by leaf."""
+    """Let layers with a proved program run as programs. Their modules stay patched for other calls."""
+    if wants_plans(config):
+        _install_plans(model)
+        return
     for layer in list(model.modules()):
         settings = settings_of(layer)
         if isinstance(settings, LayerSettings) and is_outdated(layer):
@@ -162,6 +166,20 @@ def _install_programs(model: nn.Module, config: CompressionConfig) -> None:
             patch_instance(layer, found.mixin, found.settings)
 
 
+def _install_plans(model: nn.Module) -> None:
+    """Let layers run by plans, which they make at their first calls."""
+    store = Store()
+    for layer in units_of(model):
+        settings = settings_of(layer)
+        kept = settings if isinstance(settings, CheckpointSettings) else None
+        if settings is not None and (kept is None or kept.role != Role.CHECKPOINT_INPUT):
+            continue
+        found = find_plans(layer, store, kept)
+        if kept is not None:
+            unpatch_instance(layer)
+        patch_instance(layer, found.mixin, found.settings)
+
+
 def _patch_code(model: nn.Module, config: CompressionConfig, prefix: str, generators: Generators) -> None:
     """Let modules whose own code keeps much run again in backward. Of nested modules only the outermost one does."""
     inside: set[int] = set()
@@ -175,8 +193,9 @@ def _patch_code(model: nn.Module, config: CompressionConfig, prefix: str, genera
 
 def _warn_if_lossy(config: CompressionConfig) -> None:
     if not config.lossless:
-        name = next((f'preset "{name}"' for name, preset in PRESETS.items() if preset == config), "this config")
-        _say_once(f"{name} is lossy; fidelity_report(model, batch) measures what it does to the gradients")
+        name = preset_of(config)
+        which = "this config" if name == CUSTOM else f'preset "{name}"'
+        _say_once(f"{which} is lossy; fidelity_report(model, batch) measures what it does to the gradients")
 
 
 def _warn_if_untested(model: nn.Module) -> None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import re
+import textwrap
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from torch import nn
 
 from .codecs.table import CODECS
-from .config import CompressionConfig
+from .config import CompressionConfig, preset_of
 from .display.report import Report
 from .display.tables import Table
 from .errors import NotPatchedError
@@ -33,6 +35,8 @@ _NO_GRAPH = (
     "a training step cannot be captured in a CUDA graph where attention with dropout, or a checkpointed layer with "
     "dropout, runs again in backward: its masks are drawn from the generator's offset, which a capture hides"
 )
+# parts of a name that the table shows
+_SHOWN = 2
 _NEW = "came after patch_model; the next forward in training patches it"
 
 
@@ -71,9 +75,20 @@ class PatchReport(Report):
         roles = Counter(row.role for row in self.patched)
         patched = ", ".join(f"{count} {role}" for role, count in sorted(roles.items())) or "nothing"
         lines = [f"patched: {patched}"]
-        lines += [f"otherwise than asked: {text}" for text in _counted((row.role, row.note) for row in self.patched)]
+        lines += [f"remark: {text}" for text in _counted((row.role, row.note) for row in self.patched)]
         lines += [f"left alone: {text}" for text in _counted((row.role, row.reason) for row in self.left_alone)]
         return "\n".join(lines)
+
+    def line(self, config: CompressionConfig) -> str:
+        """What was patched, with which config, in a few words: "patched 16 layers, exact"."""
+        layers = sum(row.role == Role.LAYER for row in self.patched)
+        count, what = (layers, "layer") if layers else (len(self.patched), "module")
+        name = preset_of(config)
+        if name != "exact":
+            name += ", exact" if config.lossless else ", lossy"
+        left = Counter(row.role for row in self.left_alone if row.role != Role.EMBEDDING)
+        alone = "; left alone: " + ", ".join(f"{n} {role}" for role, n in left.most_common()) if left else ""
+        return f"patched {count} {what}{'' if count == 1 else 's'}, {name}{alone}"
 
     def fall_backs(self) -> list[str]:
         """How many modules are otherwise than the config asks for, and why, most first; embeddings never are."""
@@ -81,13 +96,25 @@ class PatchReport(Report):
         return _counted((row.role, row.reason or row.note) for row in rows)
 
     def tables(self) -> tuple[Table, ...]:
-        """The table, with a row per module."""
-        columns = ("module", "type", "role", "kind", "codec", "keeps", "left alone or otherwise because")
-        rows = [
-            (row.name, row.module, row.role, row.kind, row.codec, row.keeps, row.reason or row.note)
-            for row in self.rows
-        ]
-        return (Table(columns, rows, title="hf_actcompress"),)
+        """The table, with a row for all modules that are alike; `rows` has each of them, and `str` the remarks."""
+        alike: dict[tuple[str, ...], list[str]] = {}
+        for row in self.rows:
+            state = "left alone" if row.reason else row.keeps
+            alike.setdefault((row.role, row.codec, state, row.kind, row.note), []).append(row.name)
+        rows = [(str(len(names)), *key[:3], _place(names)) for key, names in alike.items()]
+        return (Table(("modules", "role", "codec", "keeps", "such as"), rows, ("modules",), "hf_actcompress"),)
+
+    def summary(self) -> str:
+        """The lines of `str`, of 80 columns at most."""
+        return "\n".join(
+            textwrap.fill(line, 80, subsequent_indent="  ", break_long_words=False) for line in str(self).splitlines()
+        )
+
+
+def _place(names: Sequence[str]) -> str:
+    """The end of the first name, with a star for the number of a layer if there are several."""
+    shown = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", names[0]) if len(names) > 1 else names[0]
+    return ".".join(shown.split(".")[-_SHOWN:]) or "(model)"
 
 
 def _counted(rows: Iterable[tuple[str, str]]) -> list[str]:
@@ -134,11 +161,11 @@ def _rows(model: nn.Module, config: CompressionConfig) -> Iterator[PatchRow]:
             if isinstance(settings, LayerSettings) and settings.kept is not None:
                 yield _patched(name, module, settings.kept)
             if settings.role == Role.CHECKPOINT_INPUT and isinstance(found := find_program(module, config), Declined):
-                yield PatchRow(name, stock_type(module).__name__, found.role, "leaf by leaf", note=found.reason)
+                yield PatchRow(name, stock_type(module).__name__, found.role, "module by module", note=found.reason)
         elif (row := _left_alone(name, module, config)) is not None:
             yield row
         elif isinstance(found := find_program(module, config), Declined):
-            yield PatchRow(name, type(module).__name__, found.role, "leaf by leaf", note=found.reason)
+            yield PatchRow(name, type(module).__name__, found.role, "module by module", note=found.reason)
     for name, module in model.named_modules():
         if is_switched_on(module):
             yield PatchRow(name, type(module).__name__, Role.CHECKPOINT, "layer", keeps="input")
@@ -168,15 +195,15 @@ def _patched(name: str, module: nn.Module, settings: Settings) -> PatchRow:
     elif weight is not None and type(weight) not in PLAIN_TENSORS:
         reason = f"its weight is a {type(weight).__name__}, not a plain tensor: the stock forward runs"
     note = _note_of_calls(settings.programs) if isinstance(settings, LayerSettings) else settings.note
-    return PatchRow(name, stock, settings.role, settings.kind, codec, settings.keeps, reason=reason, note=note)
+    return PatchRow(name, stock, settings.role, settings.kind, codec, settings.reported, reason=reason, note=note)
 
 
 def _note_of_calls(programs: LayerPrograms) -> str:
-    """How many calls ran leaf by leaf, which gives the same numbers and takes the host longer; "" if none did."""
+    """How many calls ran module by module, which gives the same numbers and takes the host longer; "" if none did."""
     if not programs.leaf_calls:
         return ""
     calls = programs.calls + programs.leaf_calls
-    return f"{programs.leaf_calls} of {calls} calls ran leaf by leaf; of the last one, {programs.why}"
+    return f"{programs.leaf_calls} of {calls} calls ran module by module; of the last one, {programs.why}"
 
 
 def _left_alone(name: str, module: nn.Module, config: CompressionConfig) -> PatchRow | None:

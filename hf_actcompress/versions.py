@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from importlib import metadata
-
 # Package -> the oldest and the newest version with which the tests passed. The newest ones are those of
 # constraints.txt; torch's are the ends of tests/results/corners.md. tests/test_versions.py compares them.
 TESTED = {
@@ -23,6 +21,9 @@ TESTED = {
 
 def version_of(name: str) -> str | None:
     """The version of an installed package; None if it is not installed."""
+    # it takes longer to import than a command without torch takes to answer
+    from importlib import metadata
+
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:

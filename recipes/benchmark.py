@@ -84,7 +84,7 @@ def main(argv: list[str] | None = None) -> int:
         # so that a run which is interrupted leaves what it has measured
         write(results, about, args.out)
     print(markdown(results, about))
-    plot(results, args.out / "benchmark.png")
+    plot(results, args.out / "benchmark.png", about)
     wrong = [f"{r.model} {r.mode}: {r.gradient_error:.1e}" for r in results if not r.correct]
     if wrong:
         limit = GRADIENT_LIMIT[args.grain]

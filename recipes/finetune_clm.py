@@ -28,15 +28,14 @@ from common.tokenization import get_tokenizer
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_actcompress import CompressionConfig, patch_model
+from hf_actcompress import patch_model
 
 
 def prepare_model(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase, mode: Mode) -> PreTrainedModel:
     """The model to train: stock, or the same weights patched."""
     model = add_lora(args, build_model(args, AutoModelForCausalLM, tokenizer), "CAUSAL_LM")
     if mode == "patched":
-        # logits=False: the loss is all that training needs, so the head never holds its logits whole.
-        patch_model(model, CompressionConfig.from_preset(args.preset, logits=False))
+        patch_model(model, args.preset)
     if mode == "control":
         nudge(model, getattr(torch, compute_dtype(args)), args.seed)
     return model

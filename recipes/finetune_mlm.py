@@ -27,7 +27,7 @@ from common.tokenization import get_tokenizer
 from torch.utils.data import DataLoader, Dataset
 from transformers import AutoModelForMaskedLM, PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_actcompress import CompressionConfig, patch_model
+from hf_actcompress import patch_model
 
 
 class MaskedBlocks(Dataset[Example]):
@@ -61,8 +61,7 @@ def prepare_model(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase, 
     """The model to train: stock, or the same weights patched."""
     model = add_lora(args, build_model(args, AutoModelForMaskedLM, tokenizer), task=None)
     if mode == "patched":
-        # logits=False: the loss is all that training needs, so the head never holds its logits whole.
-        patch_model(model, CompressionConfig.from_preset(args.preset, logits=False))
+        patch_model(model, args.preset)
     if mode == "control":
         nudge(model, getattr(torch, compute_dtype(args)), args.seed)
     return model

@@ -13,13 +13,13 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from common.drawing import save
 from common.files import replace_text
 from transformers import LlamaConfig
 
@@ -28,8 +28,9 @@ from hf_actcompress import CompressionConfig, Estimate, estimate
 GIB = 2**30
 # share of a card that is left free for fragmentation, as `plan` has it by default
 HEADROOM = 0.08
-# the lengths that are estimated; no answer is longer than the last one
-LENGTHS = (2_048, 16_384, 65_536, 262_144)
+# the lengths that are estimated; no answer is longer than the last one. From 16,384 tokens on, checkpointed layers run
+# their MLPs in tiles without being asked
+LENGTHS = (2_048, 16_383, 16_384, 65_536, 262_144, 524_288)
 CARDS = (12, 16, 24, 40, 48, 80)
 # answers are multiples of this
 STEP = 64
@@ -44,7 +45,7 @@ _LONG = CompressionConfig.from_preset("long")
 WAYS: dict[str, tuple[CompressionConfig | None, bool]] = {
     "stock": (None, True),
     "exact": (CompressionConfig(), True),
-    "exact, no logits": (CompressionConfig(logits=False), True),
+    "exact, whole logits": (CompressionConfig(logits=True), True),
     "long": (_LONG, True),
     "long, inputs in 8 bits": (CompressionConfig.from_preset("long", checkpoint_input="int8_outliers"), False),
     "long, inputs on the host": (CompressionConfig.from_preset("long", checkpoint_input="offload"), True),
@@ -72,12 +73,10 @@ class Way:
     def longest(self, room: float) -> int:
         """The longest sequence within `room` bytes, a multiple of STEP; 0 if the shortest of LENGTHS does not fit."""
         lengths = list(self.device_bytes)
-        if self.device_bytes[lengths[0]] > room:
-            return 0
-        if self.device_bytes[lengths[-1]] <= room:
-            return lengths[-1]
-        at = bisect_right([self.device_bytes[n] for n in lengths], room) - 1
-        low, high = lengths[at], lengths[at + 1]
+        fitting = [n for n in lengths if self.device_bytes[n] <= room]
+        if not fitting or fitting[-1] == lengths[-1]:
+            return fitting[-1] if fitting else 0
+        low, high = fitting[-1], lengths[lengths.index(fitting[-1]) + 1]
         slope = (self.device_bytes[high] - self.device_bytes[low]) / (high - low)
         return int(low + (room - self.device_bytes[low]) / slope) // STEP * STEP
 
@@ -109,8 +108,8 @@ def markdown(ways: Sequence[Way], cards: Sequence[int], headroom: float) -> str:
     return "\n".join(lines) + "\n"
 
 
-def draw(ways: Sequence[Way], path: Path) -> None:
-    """Bytes against length, with the cards as lines."""
+def draw(ways: Sequence[Way], path: Path, source: Path) -> None:
+    """Bytes against length, with the cards as lines that have their names; `source` holds the data."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4.5), layout="constrained")
@@ -119,9 +118,12 @@ def draw(ways: Sequence[Way], path: Path) -> None:
         axes.plot(list(way.device_bytes), [size / GIB for size in way.device_bytes.values()], "o-", label=way.name)
     for card in CARDS:
         axes.axhline(card, color="0.8", linewidth=0.8, zorder=0)
+        at = {"xycoords": ("axes fraction", "data"), "ha": "right", "va": "bottom"}
+        axes.annotate(f"{card} GiB", (1.0, card), fontsize=8, **at)
     axes.set(xscale="log", yscale="log", xlabel="tokens of one sequence", ylabel="GiB that a card has to have")
     axes.legend()
-    figure.savefig(path, dpi=150)
+    axes.spines[["top", "right"]].set_visible(False)
+    save(figure, path, source, dpi=150)
 
 
 def options_of(args: argparse.Namespace) -> dict[str, Any]:
@@ -164,7 +166,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         replace_text(args.out / "longest_context.json", json.dumps(found, indent=2) + "\n")
         replace_text(args.out / "longest_context.md", table)
     try:
-        draw(ways, args.out / "longest_context.png")
+        draw(ways, args.out / "longest_context.png", args.out / "longest_context.json")
     except ImportError:
         print("no picture: matplotlib is not installed", file=sys.stderr)
     print(table)

@@ -92,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         record = {**about, "scale": asdict(scale), "rows": [asdict(row) for row in rows]}
         replace_text(args.output_dir / "reproduce.json", json.dumps(record, indent=2) + "\n")
         replace_text(args.output_dir / "reproduce.md", markdown(rows, about))
-    drawn = plot(rows, args.output_dir / "reproduce.png")
+    drawn = plot(rows, args.output_dir / "reproduce.png", args.output_dir / "reproduce.json")
     print(f"Written: reproduce.json, reproduce.md{' and reproduce.png' if drawn else ''} in {args.output_dir}")
     return 0
 

@@ -31,7 +31,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from hf_actcompress import ActCompressCallback, CompressionConfig
+from hf_actcompress import ActCompressCallback
 
 
 class StepRecorder(TrainerCallback):
@@ -94,7 +94,7 @@ def make_trainer(args: argparse.Namespace, mode: Mode, recorder: StepRecorder) -
     model = add_lora(args, build_model(args, AutoModelForCausalLM, tokenizer), "CAUSAL_LM")
     callbacks: list[TrainerCallback] = [recorder]
     if mode == "patched":
-        callbacks.append(ActCompressCallback(CompressionConfig.from_preset(args.preset, logits=False)))
+        callbacks.append(ActCompressCallback(args.preset))
     if mode == "control":
         nudge(model, getattr(torch, compute_dtype(args)), args.seed)
     return Trainer(

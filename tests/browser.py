@@ -53,13 +53,14 @@ frame.onload = () => {
 """
 
 
-def dom(path: Path, dark: bool = False) -> str:
-    """The document after its scripts have run."""
+def dom(path: Path, dark: bool = False, fragment: str = "") -> str:
+    """The document after its scripts have run; `fragment` stands behind the # of its address."""
     assert BROWSER is not None
+    address = f"{path.as_uri()}#{fragment}"
     # preferredColorScheme: 0 is dark, 1 is light
     command = [BROWSER, "--headless=new", "--no-sandbox", "--disable-gpu", f"--user-data-dir={path.parent / 'profile'}",
                f"--blink-settings=preferredColorScheme={0 if dark else 1}", "--window-size=1300,1000",
-               "--hide-scrollbars", "--host-resolver-rules=MAP * ~NOTFOUND", "--dump-dom", path.as_uri()]  # fmt: skip
+               "--hide-scrollbars", "--host-resolver-rules=MAP * ~NOTFOUND", "--dump-dom", address]  # fmt: skip
     return subprocess.run(command, capture_output=True, text=True, check=True, timeout=120).stdout
 
 
@@ -80,7 +81,9 @@ def looked_at(html: str, folder: Path, width: int, dark: bool, clicks: str = "")
     """
     path = folder / "frame.html"
     frame = f'<iframe style="width:{width}px;height:900px;border:0" srcdoc="{escape(html)}"></iframe>'
-    path.write_text(f"<!doctype html><title></title>{frame}<script>{_LOOK.replace('CLICKS', clicks)}</script>")
+    path.write_text(
+        f"<!doctype html><meta charset=utf-8><title></title>{frame}<script>{_LOOK.replace('CLICKS', clicks)}</script>"
+    )
     title = re.search(r"<title>(.*?)</title>", dom(path, dark), re.DOTALL)
     assert title is not None and title[1], "the page was not looked at"
     found: dict[str, Any] = json.loads(unescape(title[1]))

@@ -149,8 +149,10 @@ def test_every_recipe_is_named() -> None:
 
 
 def test_every_readme_of_a_folder_is_linked() -> None:
-    top = TEXTS["README.md"]
-    assert not [name for name in TEXTS if name != "README.md" and f"`{name}`" not in top]
+    """By a link, which a browser follows; each link of the front README leads to a file or folder of the checkout."""
+    links = set(re.findall(r"\]\(([^)#]+)\)", TEXTS["README.md"]))
+    assert not {name for name in TEXTS if name != "README.md"} - links
+    assert not [link for link in links if not (ROOT / link).exists()]
 
 
 def test_the_peft_matrix_has_these_counts() -> None:

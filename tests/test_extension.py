@@ -142,9 +142,9 @@ def test_what_is_refused() -> None:
         register_codec("eight", IntGroup(8))
     with pytest.raises(CodecError, match="not an instance"):
         register_codec("half", Half)  # type: ignore[arg-type]
-    with pytest.raises(CodecError, match="without pack, unpack, nbytes"):
+    with pytest.raises(CodecError, match="has no pack, unpack, nbytes"):
         register_codec("none", object())  # type: ignore[arg-type]
-    for codec, what in ((Naive(), "has not the base"), (Hashless(), "cannot be hashed"), (NoData(), "an address")):
+    for codec, what in ((Naive(), "does not inherit"), (Hashless(), "cannot be hashed"), (NoData(), "memory address")):
         with pytest.raises(CodecError, match=what):
             register_codec("own", codec)  # type: ignore[arg-type]
         with pytest.raises(CodecError, match=what):

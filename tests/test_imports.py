@@ -43,6 +43,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("models",),
     ("extension",),
     ("programs",),
+    ("layers",),
     ("reporting",),
     ("patching",),
     ("memory",),
@@ -62,7 +63,7 @@ LAYERS = {
 
 # third-party package -> where in the package it may be imported
 CONFINED = {
-    "transformers": ("models", "programs", "training", "memory"),
+    "transformers": ("models", "programs", "layers", "training", "memory"),
     "peft": ("models", "training"),
     "accelerate": ("training",),
     "triton": ("kernels",),

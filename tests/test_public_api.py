@@ -16,7 +16,6 @@ NAMES = {
     "max_seq_len",
     "max_batch_size",
     "Plan",
-    "log_memory",
     "MemoryCallback",
     "memory_timeline",
     "estimate",

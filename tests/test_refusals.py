@@ -40,6 +40,11 @@ def test_unknown_codec_lists_the_known() -> None:
         CompressionConfig(mlp="int5")
 
 
+def test_a_value_that_does_not_go_with_another_option() -> None:
+    with pytest.raises(UnknownOptionError, match="^with tokens < 1, drop_padding cannot be True; allowed: False$"):
+        CompressionConfig(tokens=0.5, drop_padding=True)
+
+
 def test_unknown_option() -> None:
     with pytest.raises(UnknownOptionError, match="unknown option 'nlp'; known: .*'mlp'"):
         CompressionConfig.from_preset("exact", nlp="identity")

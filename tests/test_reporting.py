@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
+from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from hf_actcompress import PRESETS, CompressionConfig, memory_report, patch_model, patch_report
 from hf_actcompress.config_checks import CODEC_FIELDS
 from hf_actcompress.display.tables import Table
+from hf_actcompress.errors import MeasurementError
 from hf_actcompress.memory.planning.costs import GROUPS
 from hf_actcompress.modules.base import settings_of
 from hf_actcompress.roles import Role
@@ -160,3 +162,32 @@ def test_latex_prints_every_character() -> None:
         r"\bottomrule",
         r"\end{tabular}",
     ]
+
+
+def test_equal_modules_share_a_row_of_the_printed_table(capsys: pytest.CaptureFixture[str]) -> None:
+    """With adapters in 16 layers it is one screen of 80 columns; the JSON has every module."""
+    config = hf.LlamaConfig(**{**_SIZES, "num_hidden_layers": 16})
+    model = get_peft_model(hf.LlamaForCausalLM(config), LoraConfig(target_modules="all-linear"))
+    for preset in ("exact", "long"):
+        found = patch_report(patch_model(model, preset))
+        found.print()
+        lines = capsys.readouterr().out.splitlines()
+        assert len(lines) < 30 and max(map(len, lines)) <= 80
+        (table,) = found.tables()
+        assert sum(int(row[0]) for row in table.rows) == len(found.rows) > 200
+        assert any("layers.*" in row[-1] for row in table.rows)
+    # the preset does what it should, and the lines below the table say so
+    assert "remark: 16 layer: programs compute all rows at once" in " ".join(lines)
+
+
+def test_a_batch_that_is_no_mapping_is_named() -> None:
+    model = hf.LlamaForCausalLM(hf.LlamaConfig(**_SIZES))
+    with pytest.raises(MeasurementError, match="keyword arguments, as .*, and got a list"):
+        memory_report(model, [1, 2])  # type: ignore[arg-type]
+
+
+def test_the_repr_of_a_config_is_code_that_makes_it() -> None:
+    assert repr(CompressionConfig()) == "CompressionConfig()"
+    for config in PRESETS.values():
+        assert eval(repr(config), {"CompressionConfig": CompressionConfig}) == config
+        assert "identity" not in repr(config)

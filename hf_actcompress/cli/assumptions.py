@@ -27,9 +27,9 @@ def assumed(options: Mapping[str, Any], batch_size: int, seq_len: int, dtypes: I
 def _parts(said: Mapping[str, Any], batch: str, dtypes: str) -> Iterator[str]:
     yield f"batch {batch} without padding"
     if said["target_len"]:
-        yield f"labels of {said['target_len']}"
+        yield f"labels of {said['target_len']} tokens"
     quantization = f" with {said['quantization']}" if said["quantization"] else ""
-    yield f"weights {dtypes or 'as the config has them'}{quantization}"
+    yield f"weights {dtypes or 'as in the config'}{quantization}"
     yield f"autocast {said['autocast']}" if said["autocast"] and not said["zero"] else "no autocast"
     if said["lora"]:
         yield f'LoRA of rank {LORA_RANK if said["lora"] is True else said["lora"]} on peft\'s "all-linear"'
@@ -40,7 +40,7 @@ def _parts(said: Mapping[str, Any], batch: str, dtypes: str) -> Iterator[str]:
         yield said["optimizer"] + (paged if "paged" in said["optimizer"] else "")
     yield f"engine {said['engine']}"
     # a command without the option does not name it
-    other = "" if said["trl"] is None else " (--trl: that of TRL's trainers)"
+    other = "" if said["trl"] is None else " (--trl: TRL's)"
     yield "the loss of TRL's fused head" if said["trl"] else f"the model's own loss{other}"
     if said["fsdp"] > 1:
         yield f"one of {said['fsdp']} processes under FSDP2"

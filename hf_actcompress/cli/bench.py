@@ -14,21 +14,21 @@ import typer
 from . import flags
 from .common import Exit, echo_json, fail
 
-Recipe = Annotated[Path | None, typer.Option(help="recipes/benchmark.py, where it is not found by itself.")]
+Recipe = Annotated[Path | None, typer.Option(help="Path of recipes/benchmark.py, if it is not found by itself.")]
 
 
 def bench(context: typer.Context, recipe: Recipe = None, as_json: flags.Json = False) -> None:
-    """Kept bytes, peak, step time, gradient error: measured here.
+    """Measure kept bytes, peak, step time and gradient error here.
 
-    It runs recipes/benchmark.py, which is part of a checkout and not of the wheel: the file is looked for in the
-    working directory, and beside the package in a checkout. Options that are not listed here go to the recipe, such as
+    Runs recipes/benchmark.py, which is part of a checkout and not of the wheel; it is looked for in the working
+    directory and, in a checkout, next to the package. Options that are not listed here are passed on to it, such as
     --quick, --device cuda or --models llama. The exit code is that of the recipe.
     """
     found = recipe if recipe is not None else find_recipe()
     if found is None or not found.is_file():
         fail(
-            f"{found or 'recipes/benchmark.py'} was not found: run this in a checkout of the source, or name it with "
-            "--recipe",
+            f"{found or 'recipes/benchmark.py'} was not found: run this in a checkout of the source, or pass its "
+            "path with --recipe",
             Exit.MISSING,
         )
         return

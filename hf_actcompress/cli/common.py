@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import IntEnum
@@ -20,11 +21,16 @@ from .process import only_our_words
 UsageError: Any = typer.BadParameter.__mro__[1]
 
 
+# columns of a terminal
+_WIDTH = 80
+
+
 class Exit(IntEnum):
     """Exit codes of every command."""
 
     OK = 0
     DOES_NOT_FIT = 1
+    NOT_RIGHT = 1
     USAGE = 2
     NO_MODEL = 3
     MISSING = 4
@@ -32,9 +38,9 @@ class Exit(IntEnum):
 
 
 EXIT_CODES = (
-    "Exit codes: 0 all is well, 1 it does not fit, 2 the command was called wrongly, 3 the model or its config cannot "
-    "be had or used, 4 something optional is not installed, 5 a step of the model failed "
-    "(set ACTCOMPRESS_TRACEBACK to see where)."
+    "Exit codes: 0 success, 1 it does not fit (doctor: the step is not right), 2 wrong usage, 3 the model or its "
+    "config cannot be found or used, 4 an optional dependency is missing, 5 a step of the model failed (set "
+    "ACTCOMPRESS_TRACEBACK to see where)."
 )
 _CODES = {errors.DoesNotFitError: Exit.DOES_NOT_FIT, errors.MissingExtraError: Exit.MISSING}
 _OF_MODEL = (
@@ -87,12 +93,12 @@ def _unwritable(target: Path) -> str | None:
         place = target.parent
     except OSError as error:
         # a name that is too long, or a path through a file
-        return f"{error.strerror}; name another file"
+        return f"{error.strerror}; choose another file"
     if not target.parent.is_dir():
-        return f"there is no folder {target.parent}; make it first"
+        return f"there is no folder {target.parent}; create it first"
     if target.is_dir():
-        return "it is a folder; name a file in it"
-    return None if os.access(place, os.W_OK) else f"no permission to write to {place}; name another file"
+        return "it is a folder; give the name of a file in it"
+    return None if os.access(place, os.W_OK) else f"no permission to write to {place}; choose another file"
 
 
 @contextmanager
@@ -113,6 +119,28 @@ def progress(what: str) -> None:
         typer.echo(what, err=True)
 
 
+def wrote(path: Path) -> None:
+    """Say which file was written, on stderr, because stdout may be JSON."""
+    typer.echo(f"wrote {path}", err=True)
+
+
+def patch_code(preset: str | None, checkpointing: bool = False, checkpoint_input: str | None = None) -> str:
+    """The lines that make a model train so."""
+    lines = ["model.gradient_checkpointing_enable()"] if checkpointing else []
+    if preset is None:
+        return "\n".join(lines)
+    config, names = f'"{preset}"', "patch_model"
+    if checkpoint_input is not None:
+        config = f'CompressionConfig.from_preset({config}, checkpoint_input="{checkpoint_input}")'
+        names = "CompressionConfig, patch_model"
+    return "\n".join([f"from hf_actcompress import {names}", *lines, f"patch_model(model, {config})"])
+
+
+def indented(code: str) -> str:
+    """Code below a line of text."""
+    return "\n".join(f"    {line}" for line in code.splitlines())
+
+
 def echo_json(data: Any) -> None:
     """Print JSON on stdout, which gets nothing else."""
     typer.echo(json.dumps(data, indent=2))
@@ -124,14 +152,14 @@ def show(found: Any, as_json: bool, assumptions: str) -> None:
         echo_json({**json.loads(found.to_json()), "assumed": assumptions})
         return
     found.print()
-    typer.echo(f"assumed: {assumptions}")
+    typer.echo(wrapped(f"assumed: {assumptions}"))
 
 
 class Rows:
     """A table as aligned plain text, in which each row can be printed as soon as it is known.
 
     Args:
-        widths: Column name -> the least width.
+        widths: Column name -> its width.
         right: Names of the columns that are aligned to the right.
     """
 
@@ -141,11 +169,12 @@ class Rows:
     def line(self, row: Sequence[str]) -> str:
         """A row as text. The column names are formatted by it, too."""
         cells = (
-            text.rjust(max(width, len(column))) if column in self._right else text.ljust(max(width, len(column)))
+            text.rjust(width) if column in self._right else text.ljust(width)
             for (column, width), text in zip(self._widths.items(), row, strict=True)
         )
         return "  ".join(cells).rstrip()
 
-    def echo(self, row: Sequence[str]) -> None:
-        """Print a row."""
-        typer.echo(self.line(row))
+
+def wrapped(line: str, indent: str = "  ") -> str:
+    """A line of prose in lines that a terminal of 80 columns shows whole; those below the first are indented."""
+    return textwrap.fill(line, _WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Iterator
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ _PACKAGES = (
 )  # fmt: skip
 # package -> a known conflict
 _KNOWN = {
-    "liger-kernel": "rebinds the forward of the modules that it patches: patch_model leaves those alone and says so",
+    "liger-kernel": "replaces the forward of the modules it patches; patch_model leaves those alone and says so",
 }
 # environment variables that change what runs, or how much memory it takes
 _VARIABLES = (
@@ -32,7 +31,7 @@ _VARIABLES = (
 
 
 def env(as_json: flags.Json = False) -> None:
-    """What a bug report needs: versions and whether they are tested, machine, kernels, conflicts."""
+    """Print what a bug report needs: versions, kernels, conflicts."""
     found = _environment()
     if as_json:
         echo_json(found)
@@ -56,7 +55,7 @@ def _environment() -> dict[str, Any]:
 
     cuda = torch.cuda.is_available()
     return {
-        _NAME: version_of(_NAME) or "not installed, runs from its source",
+        _NAME: version_of(_NAME) or "not installed, running from source",
         "location": str(Path(__file__).resolve().parents[1]),
         "python": platform.python_version(),
         "platform": platform.platform(),
@@ -89,6 +88,8 @@ def _gpu(index: int) -> str:
 
 def _too_old_or_new() -> Iterator[str]:
     """The packages whose installed version is outside of the range that this package supports."""
+    from importlib import metadata
+
     from packaging.requirements import Requirement
 
     ranges = {}
@@ -99,7 +100,7 @@ def _too_old_or_new() -> Iterator[str]:
     for requirement in ranges.values():
         version = version_of(requirement.name)
         if version is not None and not requirement.specifier.contains(version, prereleases=True):
-            yield f"{requirement.name} {version} is installed, and {requirement.specifier} is what works with {_NAME}"
+            yield f"{requirement.name} {version} is installed, but {_NAME} needs {requirement.specifier}"
 
 
 def _folded(kernels: dict[str, str]) -> dict[str, str]:

@@ -11,9 +11,10 @@ import typer
 from . import flags
 from .assumptions import assumed
 from .cache import Answer, place_of, read, write
-from .common import Exit, busy, progress, writable
-from .estimate_table import EstimateTable, as_data, cells_of, explanation, layout, rows, text_of
-from .flags import card_option, lora_of, precision, quantization_of
+from .common import Exit, busy, progress, writable, wrote
+from .estimate_table import EstimateTable, as_data, rows
+from .estimate_text import explanation, text_of, text_row, text_table
+from .flags import card_option, check_presets, lora_of, precision, quantization_of
 from .lengths import Lengths, lengths_in, steps_of
 from .process import for_estimates
 from .quick import by_formula, check_file
@@ -21,7 +22,8 @@ from .remedies import remedies
 from .strategies import chosen
 
 Preset = Annotated[
-    list[str] | None, typer.Option(help="Only stock and this preset; may be repeated. By default those of general use.")
+    list[str] | None,
+    typer.Option(help="Show only stock and this preset; repeatable. By default: the most useful strategies."),
 ]
 
 
@@ -54,13 +56,14 @@ def estimate(
     no_cache: flags.NoCache = False,
     as_json: flags.Json = False,
 ) -> None:
-    """What a training needs, by strategy, without weights or a GPU.
+    """Estimate what training needs, by strategy; no weights, no GPU.
 
     One row per strategy: its peak (weights, gradients, optimizer states, activations, and an allowance for the CUDA
-    context), what is kept for backward, whether it fits on the card, the largest batch that does, what it costs in
-    time, and what it does to gradients. Exits with 1 if no row (of --preset, where given) fits on --gpu.
+    context), what is kept for backward, whether it fits on the card, the largest batch that fits, the extra time, and
+    the effect on gradients. Exits with code 1 if no row (of --preset, if given) fits on --gpu.
     """
     room, html, samples = _card(gpu, max_context), writable("--html", html), lengths_in(lengths)
+    check_presets(*(preset or ()))
     seq_len, (weights, autocast) = max(samples, default=seq_len), precision(dtype, bf16, fp16)
     options: dict[str, Any] = {"dtype": weights, "autocast": autocast, "optimizer": optimizer, "device": device}
     options |= {"lora": lora_of(lora or qlora, lora_rank), "quantization": quantization_of(quantization, qlora)}
@@ -75,14 +78,14 @@ def _card(gpu: str | None, max_context: bool) -> int | None:
     """The bytes of the card, which the search for the longest sequences needs."""
     room = card_option(gpu)
     if max_context and room is None:
-        raise typer.BadParameter("the longest sequences are those that fit on a card: pass --gpu too")
+        raise typer.BadParameter("--max-context finds the longest sequences that fit on a card: pass --gpu, too")
     return room
 
 
 def _processes(fsdp: int, zero: int | None, processes: int) -> dict[str, Any]:
     """The options of `Estimates` about several processes, which need or exclude each other."""
     if (zero is not None and processes == 1) or (fsdp > 1 and processes > 1):
-        raise typer.BadParameter("--zero goes with --processes (2 or more), and neither with --fsdp")
+        raise typer.BadParameter("--zero needs --processes (2 or more), and neither can be combined with --fsdp")
     return {"fsdp": fsdp, "zero": zero, "processes": processes}
 
 
@@ -103,6 +106,7 @@ def _answered(table: EstimateTable, html: Path | None, quick: bool, no_cache: bo
             write(place, answer)
     if html is not None and answer.page is not None:
         html.write_text(answer.page, encoding="utf-8")
+        wrote(html)
     if not answer.fits:
         raise typer.Exit(Exit.DOES_NOT_FIT)
 
@@ -115,7 +119,7 @@ def _computed(table: EstimateTable) -> Answer:
     with for_estimates():
         _fill(table)
         text = json.dumps(as_data(table), indent=2) if table.as_json else text_of(table)
-        typer.echo(text if table.as_json else "\n".join(explanation(table)))
+        typer.echo(text if table.as_json else explanation(table))
         if not table.has_page:
             return Answer(text, table.fits, None)
         from .html_pages import estimates_page
@@ -134,13 +138,11 @@ def _fill(table: EstimateTable) -> None:
         several = Estimates(table.model, **table.options)
         left = rows(several, strategies, table)
         row = next(left, None)
-    lines = layout(table.columns)
-    if not table.as_json:
-        lines.echo(table.columns)
     while row is not None:
         table.rows.append(row)
         if not table.as_json:
-            lines.echo(cells_of(row, table))
+            lines = text_table(table)
+            typer.echo((f"{lines.heading()}\n" if len(table.rows) == 1 else "") + lines.line(text_row(row, table)))
         done = len(table.rows)
         progress(f"{row.strategy.name}: {done} of {len(names)}")
         with busy(f"estimating {table.model}: {', '.join(names[done : done + 1])}"):

@@ -1,4 +1,4 @@
-"""The table of `hf-actcompress estimate`: its question, its rows, and how they are shown as text and as JSON."""
+"""The table of `hf-actcompress estimate`: its question, its rows, and the JSON of both."""
 
 from __future__ import annotations
 
@@ -9,24 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import ActCompressError
 from ..quick.formula import longest
-from ..quick.headroom import ADVICE, MOST_SHARE
-from ..quick.sizes import readable_size
-from .common import Rows
-from .remedies import Remedy, as_lines
-from .strategies import DEFAULT, MOST, TIME_CLASSES, Row, Strategy
+from ..quick.headroom import MOST_SHARE
+from ..quick.strategies import recommended
+from .remedies import Remedy
+from .strategies import MOST, Row, Strategy
 
 if TYPE_CHECKING:
     from ..memory.estimation.estimates import Estimates
 
-_COLUMNS = ("strategy", "peak", "kept", "fits", "largest batch", "longest", "extra time", "gradients")
-# widths of columns whose content is not known when the first row is printed
-_WIDTHS = {
-    "strategy": max(len(strategy.name) for strategy in DEFAULT), "peak": 10, "kept": 10, "fits": 5,
-    "extra time": max(map(len, TIME_CLASSES)),
-}  # fmt: skip
-RIGHT = ("peak", "kept", "largest batch", "longest")
-
-
+COLUMNS = ("strategy", "peak", "kept", "fits", "largest batch", "longest", "extra time", "gradients")
 # the most estimates that a search for the largest batch size may take
 _ESTIMATES = 8
 
@@ -71,9 +62,21 @@ class EstimateTable:
     @property
     def columns(self) -> tuple[str, ...]:
         """Names of the columns. Whether a row fits is only known if there is a card."""
-        left_out: tuple[str, ...] = () if self.max_context else ("longest",)
-        left_out += ("fits", "largest batch") if self.room is None else ()
-        return tuple(column for column in _COLUMNS if column not in left_out)
+        return columns_of(self.room is not None, self.max_context)
+
+    @property
+    def recommended(self) -> str | None:
+        """The name of the row to start with; without a card the least change that saves memory."""
+        known = [row for row in self.rows if row.estimate is not None and (self.room or row.strategy.config)]
+        verdicts = ((row, "yes" if self.room is None else row.verdict(self.room)) for row in known)
+        return recommended((row.strategy.name, row.strategy.known, verdict) for row, verdict in verdicts)
+
+
+def columns_of(has_card: bool, max_context: bool) -> tuple[str, ...]:
+    """Names of the columns of a table: with the longest sequences it has no room for what is kept."""
+    left_out: tuple[str, ...] = ("kept",) if max_context else ("longest",)
+    left_out += () if has_card else ("fits", "largest batch")
+    return tuple(column for column in COLUMNS if column not in left_out)
 
 
 def rows(several: Estimates, strategies: tuple[Strategy, ...], table: EstimateTable) -> Iterator[Row]:
@@ -111,7 +114,12 @@ def _row(several: Estimates, strategy: Strategy, table: EstimateTable) -> Row:
     most = _largest(peaks, room, state, peak, several.guess(*case, room))
     if not table.max_context:
         return Row(strategy, found, peaks, most)
-    tokens = longest(lambda s: several.device_bytes(case[0], s, *case[2:]), room, positions_of(several.model))
+    tokens = longest(
+        lambda s: several.device_bytes(case[0], s, *case[2:]),
+        room,
+        positions_of(several.model),
+        case[0] if case[3] else None,
+    )
     return Row(strategy, found, peaks, most, tokens)
 
 
@@ -143,87 +151,6 @@ def _largest(peaks: dict[int, int], room: int, state: int, peak: Callable[[int],
     return max((trial.batch_size for trial in search.tried if trial.fits), default=0)
 
 
-def cells_of(row: Row, table: EstimateTable) -> tuple[str, ...]:
-    """A row as texts, by column."""
-    strategy, columns = row.strategy, table.columns
-    if row.estimate is None:
-        return (strategy.name, *["-"] * (len(columns) - 2), f"not for this model: {row.why_not}")
-    texts = {
-        "strategy": strategy.name,
-        "peak": readable_size(row.estimate.device_bytes),
-        "kept": readable_size(row.estimate.kept_bytes),
-        "fits": _fits(row, table.room),
-        "largest batch": _at_least(row.largest),
-        "longest": "-" if row.longest is None else str(row.longest),
-        "extra time": strategy.time,
-        "gradients": strategy.gradients,
-    }
-    return tuple(texts[column] for column in columns)
-
-
-def _fits(row: Row, room: int | None) -> str:
-    if room is None or not row.fits(room):
-        return "no"
-    return "tight" if row.tight(room) else "yes"
-
-
-def _at_least(largest: int | None) -> str:
-    return "-" if largest is None else f"{largest}+" if largest >= MOST else str(largest)
-
-
-def layout(columns: tuple[str, ...]) -> Rows:
-    """The columns with their widths, before the rows are known."""
-    return Rows({name: _WIDTHS.get(name, 0) for name in columns}, RIGHT)
-
-
-def text_of(table: EstimateTable) -> str:
-    """The whole answer, as it is printed without --json."""
-    rows = layout(table.columns)
-    lines = [rows.line(cells) for cells in (table.columns, *(cells_of(row, table) for row in table.rows))]
-    return "\n".join([*lines, *explanation(table)])
-
-
-def explanation(table: EstimateTable) -> Iterator[str]:
-    """The lines below the rows."""
-    found, room = table.rows, table.room
-    used = {row.strategy.time for row in found}
-    yield ""
-    yield f"assumed: {table.assumed}"
-    yield from (f"extra time, {name}: {text}" for name, text in TIME_CLASSES.items() if name in used and name != "none")
-    if any(row.strategy.gradients != "exact" for row in found):
-        yield "lossy gradients: fidelity_report(model, batch) measures how far they are off"
-    yield from dict.fromkeys(note for row in found if row.estimate is not None for note in row.estimate.notes)
-    yield f"evaluating such a batch, its logits whole: {readable_size(table.evaluation_bytes)}"
-    if room is None:
-        return
-    yield from _advice(found, room, table.steps)
-    fitting = [row.strategy.name for row in found if row.fits(room)]
-    yield f"fits into {table.gpu}: {', '.join(fitting) if fitting else 'none of these'}"
-    yield from as_lines(table.instead)
-
-
-def _advice(rows: list[Row], room: int, steps: Sequence[int]) -> Iterator[str]:
-    """For each tight row, what "tight" means and whether the allocator's setting would help."""
-    tight = [row for row in rows if row.tight(room)]
-    for row in tight:
-        found = row.estimate
-        if found is None or found.reserved_share is None or found.reserved_share_expandable is None:
-            continue
-        shares = found.reserved_share, found.reserved_share_expandable
-        defaults, expandable = (f"{readable_size(found.reserved_bytes(share))} ({share:.2f} times)" for share in shares)
-        helps = "fits" if found.reserved_bytes(shares[1]) <= room else "is still too much"
-        yield (
-            f"tight: for {row.strategy.name} the allocator reserves {defaults} unless it has to give segments back; "
-            f"with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True {expandable}, which {helps}"
-        )
-    if any(row.estimate is not None and row.estimate.reserved_share is None for row in tight):
-        yield ADVICE
-    if tight and steps:
-        yield f"the shares are those of batches of {', '.join(map(str, steps))} tokens per sequence, in this order"
-    elif tight:
-        yield "batches of different lengths make the allocator reserve more: the shares are those of equal batches"
-
-
 def as_data(table: EstimateTable) -> dict[str, Any]:
     """The data that --json prints."""
     room = table.room
@@ -236,6 +163,7 @@ def as_data(table: EstimateTable) -> dict[str, Any]:
             "gradient_checkpointing": strategy.checkpointing,
             "checkpoint_input": strategy.checkpoint_input,
             "peak_bytes": row.estimate.device_bytes if row.estimate is not None else None,
+            "kept_bytes": row.estimate.kept_bytes if row.estimate is not None else None,
             "fits": row.fits(room) if room is not None else None,
             "tight": row.tight(room) if room is not None else None,
             "largest_batch_size": row.largest,
@@ -252,5 +180,6 @@ def as_data(table: EstimateTable) -> dict[str, Any]:
         "assumed": table.assumed,
         "evaluation_bytes": table.evaluation_bytes,
         "rows": [data(row) for row in table.rows],
+        "recommended": table.recommended,
         "remedies": [asdict(remedy) for remedy in table.instead],
     }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -9,75 +11,99 @@ import typer
 
 from ..errors import UnknownOptionError
 from ..quick.cards import card_bytes
+from ..quick.preset_lines import PRESET_LINES
+from ..quick.question import SHORT_DTYPES
 
 # more than any training has, and few enough for bytes to fit into 64 bits
 MOST = 2**24
 
 # what --quantization takes; memory/estimation/quantized/formats.py says what they are
 QUANTIZATIONS = ("nf4", "fp4", "int8")
+# what --dtype takes
+DTYPES = (*SHORT_DTYPES, *dict.fromkeys(SHORT_DTYPES.values()), "float64")
 
 
 def one_length(context: typer.Context, value: Any) -> Any:
     """The callback of --seq-len and --lengths, which exclude each other: the second one given finds the first."""
     if {getattr(context.get_parameter_source(name), "name", "") for name in ("seq_len", "lengths")} == {"COMMANDLINE"}:
-        raise typer.BadParameter("--lengths takes the place of --seq-len: pass one of the two")
+        raise typer.BadParameter("--lengths replaces --seq-len: pass only one of them")
     return value
 
 
 Model = Annotated[
-    str, typer.Argument(help="A model of the Hugging Face hub, a folder with a config.json, or a bare config JSON.")
+    str, typer.Argument(help="A model on the Hugging Face Hub, a folder with a config.json, or a JSON config.")
 ]
-BatchSize = Annotated[int, typer.Option(min=1, max=MOST, help="Sequences in a batch on one device.")]
-SeqLen = Annotated[int, typer.Option(min=1, max=MOST, help="Tokens in a sequence.", callback=one_length)]
-Dtype = Annotated[str | None, typer.Option(help="Of the weights: bf16, fp16 or fp32; by default what the config says.")]
-Bf16 = Annotated[bool, typer.Option("--bf16", help="As TrainingArguments(bf16=True): autocast over fp32 weights.")]
+BatchSize = Annotated[int, typer.Option(min=1, max=MOST, help="Sequences per batch on one device.")]
+SeqLen = Annotated[int, typer.Option(min=1, max=MOST, help="Tokens per sequence.", callback=one_length)]
+Dtype = Annotated[
+    str | None, typer.Option(help="Dtype of the weights: bf16, fp16 or fp32; by default that of the config.")
+]
+Bf16 = Annotated[bool, typer.Option("--bf16", help="Like TrainingArguments(bf16=True): autocast, fp32 weights.")]
 Fp16 = Annotated[bool, typer.Option("--fp16", help="The same with fp16.")]
 Optimizer = Annotated[
     str,
     typer.Option(
-        "--optimizer", "--optim", help="adamw, adamw_8bit, adafactor, sgd; or what `optim` of the Trainer takes."
+        "--optimizer", "--optim", help="adamw, adamw_8bit, adafactor, sgd, or a name for the Trainer's `optim`."
     ),
 ]
-Lora = Annotated[bool, typer.Option("--lora", help="LoRA on all linear layers; the rest is frozen. Needs peft.")]
+Lora = Annotated[bool, typer.Option("--lora", help="LoRA on all linear layers; everything else is frozen. Needs peft.")]
 LoraRank = Annotated[
     int | None, typer.Option("--lora-rank", "--lora-r", min=1, max=MOST, help="Rank of LoRA; implies --lora.")
 ]
 Quantization = Annotated[
-    str | None, typer.Option(help="Of the frozen weights: nf4, fp4 or int8; by default what the config says.")
+    str | None, typer.Option(help="Format of frozen weights: nf4, fp4 or int8; by default that of the config.")
 ]
-Qlora = Annotated[bool, typer.Option("--qlora", help="The same as --quantization nf4 --lora.")]
+Qlora = Annotated[bool, typer.Option("--qlora", help="Short for --quantization nf4 --lora.")]
 MaxContext = Annotated[
-    bool, typer.Option("--max-context", help="Also the longest sequences that fit on --gpu, at --batch-size.")
+    bool, typer.Option("--max-context", help="Also find the longest sequences that fit on --gpu at --batch-size.")
 ]
 Gpu = Annotated[
     str | None,
     typer.Option(
-        help="The card, as rtx4090, a100-80gb, t4; or what it has: 24, 24G, 24GB (10^9 bytes each), 22GiB (2^30)."
+        help="The card: its name (rtx4090, a100-80gb, t4), or its memory: 24, 24G, 24GB (10^9 bytes), 22GiB (2^30)."
     ),
 ]
-Device = Annotated[str, typer.Option(help="cuda or cpu: by whose rules.")]
-Engine = Annotated[str, typer.Option(help="eager, or compile: under torch.compile, where the model is one graph.")]
+Device = Annotated[str, typer.Option(help="Whose memory rules apply: cuda or cpu.")]
+Engine = Annotated[str, typer.Option(help="eager, or compile: with torch.compile, if the model is one graph.")]
 Quick = Annotated[
-    bool, typer.Option("--quick", help="By a formula, in less than a second, within 3%; for the most common models.")
+    bool, typer.Option("--quick", help="Use a formula: less than a second, within 3%, for the most common models.")
 ]
-NoCache = Annotated[bool, typer.Option("--no-cache", help="Compute it anew, and keep no answer for the next time.")]
+NoCache = Annotated[bool, typer.Option("--no-cache", help="Compute the answer again, and do not store it.")]
 Fsdp = Annotated[
-    int, typer.Option(min=1, max=MOST, help="Processes over which FSDP2 shards; the figures are those of one.")
+    int, typer.Option(min=1, max=MOST, help="Number of processes that FSDP2 shards over; the figures are per process.")
 ]
 Zero = Annotated[
-    int | None, typer.Option(min=2, max=3, help="Stage of DeepSpeed's ZeRO over --processes; the figures are of one.")
+    int | None,
+    typer.Option(min=2, max=3, help="Stage of DeepSpeed's ZeRO over --processes; the figures are per process."),
 ]
-Processes = Annotated[int, typer.Option(min=1, max=MOST, help="Over which --zero divides; without --zero: of DDP.")]
-Trl = Annotated[bool, typer.Option("--trl", help="The loss of TRL's trainers, whose fused head makes no logits whole.")]
+Processes = Annotated[
+    int, typer.Option(min=1, max=MOST, help="Number of processes for --zero; without --zero, for DDP.")
+]
+Trl = Annotated[
+    bool, typer.Option("--trl", help="Use the loss of TRL's trainers, whose fused head never holds all logits.")
+]
 TargetLen = Annotated[
     int | None,
-    typer.Option(min=1, max=MOST, help="Tokens of the labels of an encoder-decoder model; by default --seq-len."),
+    typer.Option(min=1, max=MOST, help="Length of the labels of an encoder-decoder model; by default --seq-len."),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
 TrustRemoteCode = Annotated[
-    bool, typer.Option("--trust-remote-code", help="Run Python code that the model's repository brings, if it does.")
+    bool, typer.Option("--trust-remote-code", help="Run Python code from the model's repository, if it has any.")
 ]
-Html = Annotated[Path | None, typer.Option(help="Also write one self-contained page.")]
+Html = Annotated[Path | None, typer.Option(help="Also write a self-contained HTML page.")]
+
+
+def check_name(what: str, name: str, known: Iterable[str]) -> None:
+    """Raise UnknownOptionError for a name that is not known, before torch is imported."""
+    if name not in known:
+        raise UnknownOptionError(what, name, known)
+
+
+def check_presets(*names: str) -> None:
+    """The same for presets, those that another package has registered included."""
+    known = getattr(sys.modules.get("hf_actcompress.config"), "PRESETS", PRESET_LINES)
+    for name in names:
+        check_name("preset", name, ("stock", *known))
 
 
 def lora_of(lora: bool, rank: int | None) -> bool | int | None:
@@ -105,8 +131,9 @@ def card_option(text: str | None) -> int | None:
 def precision(dtype: str | None, bf16: bool, fp16: bool) -> tuple[str | None, str | None]:
     """(dtype of the weights, dtype of autocast)."""
     if bf16 and fp16:
-        raise typer.BadParameter("--bf16 and --fp16 exclude each other")
+        raise typer.BadParameter("--bf16 and --fp16 are mutually exclusive")
     if dtype == "":
         raise typer.BadParameter("it is empty; pass bf16, fp16 or fp32", param_hint="--dtype")
+    check_name("dtype", (dtype or "float32").removeprefix("torch."), DTYPES)
     autocast = "bfloat16" if bf16 else "float16" if fp16 else None
     return dtype or ("float32" if autocast else None), autocast

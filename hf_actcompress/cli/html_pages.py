@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 from ..display.html import HtmlBars, HtmlSection, html_page, write_html
 from ..display.tables import Table
 from ..quick.sizes import readable_size
-from .estimate_table import RIGHT, EstimateTable, cells_of
+from .estimate_table import EstimateTable
+from .estimate_text import RIGHT, cells_of
 
 if TYPE_CHECKING:
     from ..memory.planning.plans import Plan

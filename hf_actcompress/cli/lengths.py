@@ -15,7 +15,7 @@ _OPTION = "--lengths"
 Lengths = Annotated[
     Path | None,
     typer.Option(
-        help="Instead of --seq-len: a file of a data set's lengths in tokens; the batch is its longest.",
+        help="Instead of --seq-len: a file with a data set's lengths in tokens; the longest batch counts.",
         callback=one_length,
     ),
 ]
@@ -45,7 +45,7 @@ def lengths_in(path: Path | None) -> list[int]:
 
 def _checked(path: Path, place: int, value: Any) -> int:
     if type(value) is not int or not 0 < value <= MOST:
-        raise _bad(path, f"number {place} is {str(value)[:40]!r}, and not a whole number from 1 to {MOST}")
+        raise _bad(path, f"number {place} is {str(value)[:40]!r}, not a whole number from 1 to {MOST}")
     return value
 
 
@@ -53,7 +53,7 @@ def _listed(path: Path, text: str) -> list[Any]:
     try:
         return list(json.loads(text))
     except ValueError as error:
-        raise _bad(path, f"it is no JSON list: {error}") from error
+        raise _bad(path, f"it is not a JSON list: {error}") from error
 
 
 def _number(text: str) -> int | str:
@@ -62,7 +62,7 @@ def _number(text: str) -> int | str:
 
 
 def _bad(path: Path, why: str) -> typer.BadParameter:
-    said = f"{path}: {why}; pass a file with one length in a line, or a JSON list of lengths"
+    said = f"{path}: {why}; pass a file with one length per line, or a JSON list of lengths"
     return typer.BadParameter(said, param_hint=_OPTION)
 
 

@@ -13,10 +13,10 @@ Out = Annotated[Path, typer.Option(help="Where to write the page.")]
 
 
 def page(out: Out = Path("page.html")) -> None:
-    """Write a page that estimates in the browser, without a server.
+    """Write a page that makes estimates in any browser.
 
-    It takes a model or a pasted config, a card and a batch, and needs no network. Its numbers are those of `estimate
-    --quick`, within 3% of `estimate`, for the architecture classes that it names.
+    It takes a model or a pasted config, a card and a batch, and needs no server or network. Its numbers are those of
+    `estimate --quick`, within 3% of `estimate`, for the architectures that it lists.
     """
     from ..quick.page import page as text
 

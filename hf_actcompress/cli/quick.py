@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import typer
 
 from ..errors import ModelConfigError
 from ..quick.config_rules import check_config
-from ..quick.formula import QuickEstimate, largest, longest
+from ..quick.formula import QuickEstimate, largest, longest, tiles_from
 from ..quick.headroom import HEADROOM, usable
+from ..quick.hub import CONFIG_NAME, check_connection, config_of_hub, local_path
 from ..quick.question import MOST_UNPACKED, Question, question
+from ..quick.strategies import STRATEGIES, recommended
 from .assumptions import assumed
-from .common import Exit, Rows, echo_json
-from .estimate_table import RIGHT, EstimateTable
+from .common import Exit, echo_json, wrapped
+from .estimate_table import EstimateTable
+from .estimate_text import TextTable, at_least, meanings, recommendation
 from .remedies import STRATEGY, Remedy, as_lines, changes_of
 from .strategies import MOST
 
@@ -29,16 +30,31 @@ def _row(strategy: str, asked: Question, table: EstimateTable) -> dict[str, Any]
     def answer(batch_size: int, seq_len: int) -> QuickEstimate:
         return asked.answer(strategy, batch_size, seq_len, table.options["optimizer"])
 
-    found, room = answer(table.batch_size, table.seq_len), table.room
-    row: dict[str, Any] = {"peak_bytes": found.device_bytes, "kept_bytes": found.kept_bytes, "estimate": asdict(found)}
+    found, room, known = answer(table.batch_size, table.seq_len), table.room, STRATEGIES[strategy]
+    row: dict[str, Any] = {
+        "strategy": strategy,
+        "preset": known.config,
+        "gradient_checkpointing": known.checkpointing,
+        "checkpoint_input": known.checkpoint_input,
+        "peak_bytes": found.device_bytes,
+        "kept_bytes": found.kept_bytes,
+        **dict.fromkeys(("fits", "tight", "largest_batch_size", "longest_sequences")),
+        "extra_time": known.time,
+        "gradients": known.gradients,
+        "why_not": None,
+        "estimate": asdict(found),
+    }
     if room is not None:
         fits = found.device_bytes <= room
         row |= {"fits": fits, "tight": fits and found.device_bytes > usable(room, HEADROOM)}
-        row["largest_batch_size"] = largest(lambda b: answer(b, table.seq_len).device_bytes, room, MOST)
+        row["largest_batch_size"] = largest(
+            lambda b: answer(b, table.seq_len).device_bytes, room, MOST, tiles_from(table.seq_len)
+        )
         if table.max_context:
             most = asked.most_tokens
-            row["longest_sequences"] = longest(lambda s: answer(table.batch_size, s).device_bytes, room, most)
-    return row | {"strategy": strategy}
+            size = table.batch_size
+            row["longest_sequences"] = longest(lambda s: answer(size, s).device_bytes, room, most, size)
+    return row
 
 
 def config_of(model: str) -> dict[str, Any]:
@@ -47,22 +63,23 @@ def config_of(model: str) -> dict[str, Any]:
     Raises:
         ModelConfigError: There is no such config, or it is not a JSON object.
     """
-    path = Path(os.path.expanduser(model))
-    path = path / "config.json" if os.path.isdir(path) else path
-    if not os.path.exists(path) and path.suffix != ".json" and model.count("/") <= 1:
-        path = _of_hub(model)
+    path = local_path(model) or config_of_hub(model)
+    path = path / CONFIG_NAME if path.is_dir() else path
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise ModelConfigError(f"no config can be read from {path}: {error}") from error
+        raise ModelConfigError(f"cannot read a config from {path}: {error}") from error
     if not isinstance(found, dict):
-        raise ModelConfigError(f"{path} holds no JSON object")
+        raise ModelConfigError(f"{path} does not contain a JSON object")
     return found
 
 
 def check_file(model: str) -> None:
-    """Raise ModelConfigError if the model is a file or folder here whose config breaks a rule; without torch."""
-    if not os.path.exists(os.path.expanduser(model)):
+    """Raise ModelConfigError, without torch, if the model is a file or folder that is not there, holds an adapter alone
+    or a config that breaks a rule, or if it is on the hub, which does not answer.
+    """
+    if local_path(model) is None:
+        check_connection(model)
         return
     try:
         config = config_of(model)
@@ -70,17 +87,6 @@ def check_file(model: str) -> None:
         # transformers, which reads more kinds of folders, has the last word
         return
     check_config(config)
-
-
-def _of_hub(model: str) -> Path:
-    from huggingface_hub import hf_hub_download
-
-    try:
-        return Path(hf_hub_download(model, "config.json"))
-    except Exception as error:
-        # without a connection the exception's type depends on the HTTP library that the hub's client uses
-        said = " ".join(str(error).split())[:200]
-        raise ModelConfigError(f"the config of {model!r} cannot be had: {said} Pass a config.json") from error
 
 
 def by_formula(table: EstimateTable) -> None:
@@ -94,24 +100,29 @@ def by_formula(table: EstimateTable) -> None:
     asked_for = tuple(options[name] for name in ("device", "engine", "fsdp", "zero", "processes", "target_len", "trl"))
     if table.presets or table.has_page or asked_for != ("cuda", "eager", 1, None, 1, None, False):
         raise typer.BadParameter(
-            "--quick goes without --preset, --html, --fsdp, --zero, --processes, --target-len, --trl, --device cpu and "
-            "--engine compile"
+            "--quick cannot be combined with --preset, --html, --fsdp, --zero, --processes, --target-len, --trl, "
+            "--device cpu or --engine compile"
         )
     config = config_of(table.model)
     asked = _question(config, options)
     rows = [_row(strategy, asked, table) for strategy in asked.strategies]
     dtype = options["dtype"] or config.get("dtype") or config.get("torch_dtype") or "float32"
-    line = f"{assumed(options, *sizes, [dtype])}; a formula, within 3% of the answer without --quick"
+    line = f"{assumed(options, *sizes, [dtype])}; computed by a formula, within 3% of the answer without --quick"
     if asked.packed_share is not None and asked.packed_share < 1 - MOST_UNPACKED:
         line += f"; only {asked.packed_share:.0%} of the frozen weights are packed"
     fits = room is None or any(row["fits"] for row in rows)
     instead = [] if fits or room is None else list(_remedies(config, *sizes, room, options))
+    known = [(row["strategy"], STRATEGIES[row["strategy"]], _verdict(row)) for row in rows]
+    start = recommended(row for row in known if room is not None or row[1].config is not None)
     if table.as_json:
-        found = [asdict(remedy) for remedy in instead]
-        echo_json({"model": table.model, "gpu_bytes": room, "assumed": line, "rows": rows, "remedies": found})
+        about = {"model": table.model, "gpu_bytes": room, "assumed": line, "evaluation_bytes": None}
+        remedies = [asdict(remedy) for remedy in instead]
+        echo_json({**about, "rows": rows, "recommended": start, "remedies": remedies})
     else:
-        _echo(rows)
-        typer.echo("\n".join([f"\nassumed: {line}", *(() if fits else ("none of these fits", *as_lines(instead)))]))
+        _echo(rows, table)
+        prose = [f"assumed: {line}", *meanings([row[1] for row in known]), *(() if fits else ("none of these fits",))]
+        advised = () if start is None else recommendation(start, STRATEGIES[start])
+        typer.echo("\n".join(["", *map(wrapped, prose), *as_lines(instead), *advised]))
     if not fits:
         raise typer.Exit(Exit.DOES_NOT_FIT)
 
@@ -135,21 +146,15 @@ def _remedies(
             yield Remedy(name, nbytes, nbytes <= room)
 
 
-def _echo(rows: list[dict[str, Any]]) -> None:
-    columns = {"strategy": "strategy", "peak_bytes": "peak", "kept_bytes": "kept", "fits": "fits",
-               "largest_batch_size": "largest batch", "longest_sequences": "longest"}  # fmt: skip
-    shown = [name for name in columns if name in rows[0]]
-    texts = [[columns[name] for name in shown], *([_text(name, row) for name in shown] for row in rows)]
-    widths = {column: max(len(line[i]) for line in texts) for i, column in enumerate(texts[0])}
-    table = Rows(widths, RIGHT)
-    for line in texts:
-        table.echo(line)
+def _echo(rows: list[dict[str, Any]], table: EstimateTable) -> None:
+    text = TextTable(table.columns, rows[0]["peak_bytes"])
+    typer.echo(text.heading())
+    for row in rows:
+        texts = {"strategy": row["strategy"], "peak": str(row["peak_bytes"]), "kept": str(row["kept_bytes"])}
+        texts |= {"fits": _verdict(row), "largest batch": at_least(row["largest_batch_size"])}
+        texts |= {"longest": str(row["longest_sequences"]), "extra time": row["extra_time"]}
+        typer.echo(text.line({**texts, "gradients": row["gradients"]}))
 
 
-def _text(name: str, row: dict[str, Any]) -> str:
-    value = row[name]
-    if name.endswith("_bytes"):
-        return f"{value / 2**30:.2f} GiB"
-    if name == "fits":
-        return "tight" if row["tight"] else "yes" if value else "no"
-    return f"{value}+" if name == "largest_batch_size" and value >= MOST else str(value)
+def _verdict(row: dict[str, Any]) -> str:
+    return "tight" if row["tight"] else "no" if row["fits"] is False else "yes"

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import ActCompressError
 from ..quick.sizes import readable_size
+from .common import wrapped
 
 if TYPE_CHECKING:
     from ..memory.estimation.estimates import Estimates
@@ -20,7 +21,7 @@ _SWITCHES = {
     STRATEGY: ("gradient checkpointing and the preset exact", "exact"),
 }
 # other libraries do this, and this package works together with them
-_ON_HOST = "frozen weights on the host by FSDP, DeepSpeed or accelerate"
+_ON_HOST = "frozen weights in host memory, with FSDP, DeepSpeed or accelerate"
 
 
 @dataclass(frozen=True)
@@ -77,8 +78,8 @@ def remedies(
 def as_lines(found: Iterable[Remedy]) -> Iterator[str]:
     """A line for each change, below the line that says that nothing fits."""
     for remedy in found:
-        fits = "would fit" if remedy.fits else "would not"
-        yield f"  {remedy.name}, {remedy.strategy}: {readable_size(remedy.nbytes)}, {fits}"
+        fits = "would fit" if remedy.fits else "would not fit"
+        yield wrapped(f"  {remedy.name}, {remedy.strategy}: {readable_size(remedy.nbytes)}, {fits}", " " * 6)
 
 
 def _needed(
@@ -98,7 +99,7 @@ def changes_of(batch_size: int, options: Mapping[str, Any]) -> Iterator[tuple[st
         yield "a batch of 1 (--batch-size 1)", 1, {}
     lora = options.get("lora")
     if not lora and "8bit" not in options["optimizer"]:
-        yield "an optimizer with states of 8 bits (--optim adamw_8bit)", batch_size, {"optimizer": "adamw_8bit"}
+        yield "an 8-bit optimizer (--optim adamw_8bit)", batch_size, {"optimizer": "adamw_8bit"}
     if not lora:
         yield "LoRA (--lora)", batch_size, {"lora": True}
     # several processes cannot be estimated with quantised weights

@@ -10,8 +10,8 @@ import typer
 
 from . import flags
 from .assumptions import assumed
-from .common import busy, progress, show, writable
-from .flags import lora_of
+from .common import busy, progress, show, writable, wrote
+from .flags import check_presets, lora_of, precision
 from .process import frozen_imports
 from .quick import check_file
 
@@ -19,9 +19,11 @@ if TYPE_CHECKING:
     from ..memory.measurement.report import MemoryReport
     from ..memory.measurement.timeline import MemoryTimeline
 
-Preset = Annotated[str, typer.Option(help="What stands beside stock.")]
-Layers = Annotated[int | None, typer.Option(min=1, help="Measure a model with so many layers: for large ones.")]
-Checkpointing = Annotated[bool, typer.Option("--gradient-checkpointing", help="With gradient checkpointing on.")]
+Preset = Annotated[str, typer.Option(help="The preset to compare with stock.")]
+Layers = Annotated[
+    int | None, typer.Option(min=1, help="Measure a model with only this many layers; for large models.")
+]
+Checkpointing = Annotated[bool, typer.Option("--gradient-checkpointing", help="Turn gradient checkpointing on.")]
 
 
 def report(
@@ -37,12 +39,14 @@ def report(
     html: flags.Html = None,
     as_json: flags.Json = False,
 ) -> None:
-    """What a model keeps for backward, stock beside patched.
+    """Measure what a model keeps for backward, stock and patched.
 
-    It is measured on the CPU, per module and role. The model is built from its config with random weights, which do not
-    change what is kept, and runs on random tokens. It needs memory for its weights: --layers makes a large one smaller.
+    Measured on the CPU, per module and role. The model is built from its config with random weights, which do not
+    change what is kept, and runs on random tokens. The weights must fit in memory: --layers makes a model smaller.
     """
     html = writable("--html", html)
+    check_presets(preset)
+    precision(dtype, False, False)
     progress(f"measuring {model}")
     check_file(model)
     with busy(f"measuring {model}"):
@@ -55,7 +59,7 @@ def report(
             lora=lora_of(lora, lora_rank),
             gradient_checkpointing=gradient_checkpointing,
             layers=layers,
-            most_bytes=_host_bytes(),
+            most_bytes=host_bytes(),
         )
         batch = random_batch(built, batch_size, seq_len)
         with frozen_imports():
@@ -68,7 +72,7 @@ def report(
     show(found, as_json, assumed(options, batch_size, seq_len, weights))
 
 
-def _host_bytes() -> int | None:
+def host_bytes() -> int | None:
     """Bytes of the machine's memory; None if it does not say."""
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -114,3 +118,4 @@ def _write_page(path: Path, title: str, found: MemoryReport, timelines: dict[str
         HtmlSection("By module", tables=[table]),
     ]
     write_html(path, title, sections)
+    wrote(path)

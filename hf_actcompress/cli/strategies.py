@@ -7,20 +7,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ..quick.headroom import HEADROOM, usable
-from ..quick.strategies import STRATEGIES
+from ..quick.strategies import STRATEGIES, StrategyRow
 
 if TYPE_CHECKING:
     from ..config import CompressionConfig
     from ..memory.estimation.result import Estimate
-
-TIME_CLASSES = {
-    "none": "as stock",
-    "low": "rebuilds what is cheap to rebuild, in backward",
-    "medium": "rebuilds what is cheap, and packs and unpacks what is kept",
-    "mlp": "one more forward of the MLPs: a fifth more arithmetic, a third if weights are frozen",
-    "transfer": "as fast as the link to host memory lets it be",
-    "forward": "one more forward: a third more arithmetic, half if weights are frozen",
-}
 
 # a search for the largest batch size ends here: a batch that fits at this size need not be known exactly
 MOST = 1024
@@ -53,19 +44,24 @@ class Strategy:
         return CompressionConfig.from_preset(self.config, **other)
 
     @property
+    def known(self) -> StrategyRow:
+        """The strategy as the page and the formula have it."""
+        return StrategyRow(self.config, self.checkpointing, self.checkpoint_input, self.time, self.gradients)
+
+    @property
     def patched_with(self) -> CompressionConfig | str | None:
         """The same config by its preset's name, if the preset is all of it."""
         return self.config if self.checkpoint_input is None else self.resolved
 
     @property
     def time(self) -> str:
-        """A key of TIME_CLASSES."""
+        """A key of TIMES."""
         if self.checkpointing:
             return "forward"
         config = self.resolved
         if config is None:
             return "none"
-        if config.tiled_mlp:
+        if config.always_in_tiles:
             return "mlp"
         codecs = config.codecs
         if any(name.startswith("offload") for name in codecs):
@@ -81,10 +77,10 @@ class Strategy:
         from ..codecs.table import CODECS
 
         bits = [bits for name in config.codecs if (bits := CODECS[name].bits) is not None]
-        return f"lossy: {min(bits)} bits" if bits else "lossy"
+        return f"lossy {min(bits)} bits" if bits else "lossy"
 
 
-DEFAULT = tuple(Strategy(name, *how) for name, how in STRATEGIES.items())
+DEFAULT = tuple(Strategy(name, *how[:3]) for name, how in STRATEGIES.items())
 
 
 def chosen(presets: Sequence[str]) -> tuple[Strategy, ...]:
@@ -122,6 +118,10 @@ class Row:
     def fits(self, room: int) -> bool:
         """Whether it fits on a card of `room` bytes."""
         return self.estimate is not None and self.estimate.device_bytes <= room
+
+    def verdict(self, room: int) -> str:
+        """ "no", "tight" or "yes"."""
+        return "no" if not self.fits(room) else "tight" if self.tight(room) else "yes"
 
     def tight(self, room: int) -> bool:
         """Whether it fits, but not with what the allocator is expected to reserve, or to leave in gaps."""

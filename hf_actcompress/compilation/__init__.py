@@ -6,15 +6,28 @@ partitioner which nodes to keep and which to compute again (`policy.py`), and le
 (`packing.py`; `calls.py` puts their graphs in). For Inductor it also computes the logits in pieces (`logits.py`) and
 orders the backward (`ordering.py`). `install.py` puts this into Inductor's options. `_backend.py` is our own backend,
 which generates no code. `breaks.py` warns of broken graphs. For estimates and reports `observation.py` runs Inductor's
-graphs op by op, and `buffers.py` says which of their results the generated code would not write to memory.
+graphs op by op, `attribution.py` says to which module a value belongs, and `buffers.py` which results the generated
+code would not write to memory.
 """
 
 from __future__ import annotations
 
 from . import breaks, install, marks
 from ._backend import backend, register
-from .marks import PLAIN, any_length, keep, note_trace, offer, recompute
+from .marks import PLAIN, any_length, is_traced, keep, note_trace, offer, part_of, recompute, traced_plan
 
 marks.ON_TRACE.extend((install.install, breaks.note_trace))
 
-__all__ = ["PLAIN", "any_length", "backend", "keep", "note_trace", "offer", "recompute", "register"]
+__all__ = [
+    "PLAIN",
+    "any_length",
+    "backend",
+    "is_traced",
+    "keep",
+    "note_trace",
+    "offer",
+    "part_of",
+    "recompute",
+    "register",
+    "traced_plan",
+]

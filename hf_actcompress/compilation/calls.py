@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from ..private_apis import graph_call, partitioner_ops, written_op
-from .policy import draws_or_writes, made_by
+from .policy import draws_or_writes, is_attention, made_by
 
 # the kind of device that graphs are made for; None: that of their tensors
 _device: ContextVar[str | None] = ContextVar("device of compiled graphs", default=None)
@@ -87,7 +87,7 @@ def between_functions(x: Node) -> Node | None:
         else:
             read = read or reads
             if read and _ends_function(node):
-                return node.next if _is_attention(node) else node
+                return node.next if is_attention(node) else node
         node = node.next
     return None
 
@@ -95,11 +95,7 @@ def between_functions(x: Node) -> Node | None:
 def _ends_function(node: Node) -> bool:
     """Whether it is a product, a convolution or attention: Inductor calls them between its functions."""
     packet = getattr(node.target, "overloadpacket", node.target)
-    return packet in partitioner_ops().compute_intensive_ops or _is_attention(node)
-
-
-def _is_attention(node: Node) -> bool:
-    return "attention" in str(node.target)
+    return packet in partitioner_ops().compute_intensive_ops or is_attention(node)
 
 
 def called(graph: Graph, traced: GraphModule, inputs: Sequence[Node], before: Node) -> list[Node]:

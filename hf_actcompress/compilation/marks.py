@@ -8,7 +8,9 @@ one preset for another.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -26,6 +28,9 @@ RECOMPUTE = "recompute"  # never keep the tensor: compute it again, even if it i
 # the codec's name for tensors that are kept as they are
 PLAIN = "identity"
 
+# how a mark names a module in the place of a codec, and what stands between it and the part of it that is kept
+MODULE, PART = "@", ":"
+
 # functions to call when a patched model or a mark is traced, when the options of the tracing torch.compile hold; the
 # package fills it
 ON_TRACE: list[Callable[[], None]] = []
@@ -35,25 +40,62 @@ _LIBRARY.define("mark(Tensor x, str wish, str codec) -> Tensor")  # type: ignore
 _OP = torch.ops.hf_actcompress.mark.default
 
 
+class _Tracing(threading.local):
+    """Whether this thread traces the plan of a layer (`layers/`)."""
+
+    on = False
+
+
+_tracing = _Tracing()
+
+
+def is_traced() -> bool:
+    """Whether a patched module runs to be traced: by a compiler, or for the plan of a layer."""
+    return torch.compiler.is_compiling() or _tracing.on
+
+
+@contextmanager
+def traced_plan() -> Iterator[None]:
+    """Inside, modules run as they do for a compiler: their stock code, and marks."""
+    before, _tracing.on = _tracing.on, True
+    try:
+        yield
+    finally:
+        _tracing.on = before
+
+
 def keep(x: Tensor, codec: str = PLAIN) -> Tensor:
     """x [any shape], marked as a tensor that the eager op keeps through the codec of that name in `CODECS`.
 
     Like the functions below, it may only be called while a graph is traced, and not in an export. A parameter that the
     model reads as if it were an activation is kept as it is.
     """
-    y: Tensor = _OP(x, KEEP, PLAIN if isinstance(x, nn.Parameter) else codec)
-    return y
+    return _marked(x, KEEP, PLAIN if isinstance(x, nn.Parameter) else codec)
+
+
+def part_of(codec: str, name: str) -> str:
+    """What marks one of several tensors that a module keeps: the codec's name, or the module's with this part of it."""
+    return codec + PART + name if codec.startswith(MODULE) else codec
 
 
 def offer(x: Tensor, codec: str) -> Tensor:
     """x [any shape], marked: if the partitioner keeps it, then through this codec."""
-    y: Tensor = x if codec == PLAIN or isinstance(x, nn.Parameter) else _OP(x, OFFER, codec)
-    return y
+    return x if codec == PLAIN or isinstance(x, nn.Parameter) else _marked(x, OFFER, codec)
 
 
 def recompute(x: Tensor) -> Tensor:
     """x [any shape], marked: computed again in backward whatever it costs, as the logits are."""
-    y: Tensor = _OP(x, RECOMPUTE, PLAIN)
+    return _marked(x, RECOMPUTE, PLAIN)
+
+
+def _marked(x: Tensor, wish: str, codec: str) -> Tensor:
+    if _tracing.on:
+        # what is kept as it is, the smallest cut decides: under autocast that may be the cast of x
+        if codec != PLAIN or wish == RECOMPUTE:
+            # beside the graph of autograd: a node in it would add up gradients in another order than stock
+            _OP(x.detach(), wish, codec)
+        return x
+    y: Tensor = _OP(x, wish, codec)
     return y
 
 
@@ -74,7 +116,7 @@ def any_length() -> bool:
 @torch.library.register_fake("hf_actcompress::mark", lib=_LIBRARY)
 def _traced(x: Tensor, wish: str, codec: str) -> Tensor:
     # every trace of a patched model calls this function
-    for note in ON_TRACE:
+    for note in () if _tracing.on else ON_TRACE:
         note()
     return x.new_empty_strided(x.size(), x.stride())
 

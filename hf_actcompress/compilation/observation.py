@@ -18,8 +18,9 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from ..private_apis import compile_for_inductor, graph_call
+from .attribution import module_reading
 from .buffers import Buffers
-from .policy import hint, module_reading
+from .policy import hint
 
 _Boxed = Callable[[list[Any]], Any]
 

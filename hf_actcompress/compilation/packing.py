@@ -16,10 +16,12 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from ..codecs import Codec
 from ..codecs.table import CODECS
 from ..errors import CodecError
-from ..private_apis import inductor_decompositions, tracing_for_compiler
+from ..private_apis import inductor_decompositions
+from ..private_apis.graphs import tracing_for_compiler
 from ..reference.bits import pack_mask, unpack_mask
+from .attribution import attributed
 from .calls import between_functions, called, can_call, copied, in_memory
-from .policy import CODEC, attributed, hint, made_by, numel
+from .policy import CODEC, hint, made_by, numel
 from .transfers import with_transfers
 
 aten = torch.ops.aten
@@ -87,10 +89,10 @@ def _codec_of(x: Any) -> Codec | _Bits | None:
     name = x.meta.get(CODEC) or made_by(x).meta.get(CODEC)
     if not name or not value.is_floating_point():
         return None
-    return CODECS[name].keeping_sign() if _is_of_a_relu(made_by(x)) else CODECS[name]
+    return CODECS[name].keeping_sign() if is_of_a_relu(made_by(x)) else CODECS[name]
 
 
-def _is_of_a_relu(x: Node) -> bool:
+def is_of_a_relu(x: Node) -> bool:
     """Whether a ReLU returned x, or reads x or a view of it."""
     readers = [x, *x.users]
     for node in readers:

@@ -9,7 +9,8 @@ kept.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable
+from functools import cache
 from typing import Any
 
 import torch
@@ -24,8 +25,6 @@ _MARK = torch.ops.hf_actcompress.mark.default
 CODEC = "actcompress_codec"
 # key in `node.meta` of a product that is computed again because its result is large (the logits)
 LOGITS = "actcompress_logits"
-# key in `node.meta`: the id of the module that a packed value belongs to
-_MODULE = "actcompress_module"
 # the id of our region of recomputation. It is larger than those of checkpointed regions, so that torch keeps a tensor
 # that leaves such a region for one of our nodes, as in eager mode
 _REGION = 2**30
@@ -33,7 +32,7 @@ _REGION = 2**30
 _LARGE = 16
 # ops that are pointwise, reductions or compositions of these, and are missing in torch's own list
 _CHEAP = {
-    "_fused_rms_norm", "_log_softmax", "_safe_softmax", "_softmax", "cat", "constant_pad_nd", "flip",
+    "_fused_rms_norm", "_log_softmax", "_safe_softmax", "_softmax", "cat", "constant_pad_nd", "cumsum", "flip",
     "glu", "index_copy", "index_put", "inductor_random", "log_sigmoid_forward", "native_group_norm",
     "native_layer_norm", "repeat", "roll", "scatter", "select_scatter", "slice_scatter", "stack", "tril", "triu",
 }  # fmt: skip
@@ -47,10 +46,6 @@ _REDUCTIONS = {
 _UPDATES = {
     "_unsafe_index_put", "_unsafe_masked_index_put_accumulate", "index_add", "index_copy", "index_put", "scatter",
     "scatter_add", "select_scatter", "slice_scatter",
-}  # fmt: skip
-_VIEWS = {
-    "alias", "as_strided", "chunk", "detach", "expand", "permute", "reshape", "select", "slice", "split",
-    "split_with_sizes", "squeeze", "t", "transpose", "unbind", "unsqueeze", "view",
 }  # fmt: skip
 
 
@@ -78,9 +73,9 @@ def apply_policy(graph: Graph, outputs: int) -> None:
     for node in list(graph.nodes):
         if node.target is torch.ops.aten.native_dropout.default:
             _scale_by_mask(graph, node)
-    for node in _of_forward(graph, outputs):
-        if "recompute" not in node.meta and _is_cheap(node):
-            _tag(node)
+    for node in of_forward(graph, outputs):
+        if "recompute" not in node.meta and is_cheap(node):
+            make_again(node)
 
 
 def _held_by_caller(graph: Graph, outputs: int) -> set[Node]:
@@ -101,7 +96,7 @@ def _take_out(graph: Graph, mark: Node, held: set[Node]) -> None:
     if wish == RECOMPUTE:
         made = made.all_input_nodes[0] if made.target is operator.getitem else made
         if "recompute" not in made.meta:
-            _tag(made)
+            make_again(made)
             made.meta[LOGITS] = True
     else:
         if wish == KEEP:
@@ -150,17 +145,17 @@ def _scale_by_mask(graph: Graph, dropout: Node) -> None:
         else:
             masked = graph.call_function(mul, (x, masks[0]))
             new = [masked, graph.call_function(mul, (masked, scale))]
+    checkpointing: dict[str, Any] = {
+        name: dropout.meta[name] for name in ("recompute", "ac_graph_id") if name in dropout.meta
+    }
     for node in new:
-        node.meta = {"val": value, **_checkpointing(dropout)}
+        node.meta = {"val": value, **checkpointing}
     for result in results:
         result.replace_all_uses_with(new[-1])
 
 
-def _checkpointing(node: Node) -> dict[str, Any]:
-    return {name: node.meta[name] for name in ("recompute", "ac_graph_id") if name in node.meta}
-
-
-def _tag(node: Node) -> None:
+def make_again(node: Node) -> None:
+    """Tag a node to be computed again in backward, unless torch's partitioner finds a reason to keep it."""
     node.meta["recompute"], node.meta["ac_graph_id"] = CheckpointPolicy.PREFER_RECOMPUTE, _REGION
 
 
@@ -172,23 +167,37 @@ def made_by(x: Node) -> Node:
 
 
 def is_view(node: Node) -> bool:
+    """Whether a node computes nothing and shows the memory of its input."""
     if node.target is operator.getitem:
         source = node.args[0]
         return isinstance(source, Node) and source.op == "call_function" and is_view(source)
-    return _name(node) in _VIEWS
+    return _shows_its_input(node.target)
 
 
-def _of_forward(graph: Graph, outputs: int) -> set[Node]:
+@cache
+def _shows_its_input(target: Any) -> bool:
+    """Whether an op returns its input's memory, by its schema, and does not write on it."""
+    schema = getattr(target, "_schema", None)
+    return schema is not None and not schema.is_mutable and any(x.alias_info is not None for x in schema.returns)
+
+
+def of_forward(graph: Graph, outputs: int) -> set[Node]:
     """The calls that the forward's outputs depend on."""
     output = next(node for node in reversed(graph.nodes) if node.op == "output")
+    results = [node for node in output.args[0][:outputs] if isinstance(node, Node)]  # type: ignore[index]
+    return {node for node in made_of(results) if node.op == "call_function"}
+
+
+def made_of(results: Iterable[Node], ends: Callable[[Node], bool] = lambda node: False) -> set[Node]:
+    """The results, and all nodes that they are made of. Behind a node for which `ends` holds, none is looked for."""
     found: set[Node] = set()
-    new = [node for node in output.args[0][:outputs] if isinstance(node, Node)]  # type: ignore[index]
+    new = list(results)
     while new:
         node = new.pop()
         if node not in found:
             found.add(node)
-            new.extend(node.all_input_nodes)
-    return {node for node in found if node.op == "call_function"}
+            new.extend([] if ends(node) else node.all_input_nodes)
+    return found
 
 
 def is_fused(node: Node) -> bool:
@@ -212,16 +221,17 @@ def is_pointwise(node: Node) -> bool:
     return torch.Tag.pointwise in tags or _name(node) in _FUSED
 
 
-def _is_cheap(node: Node) -> bool:
+def is_cheap(node: Node) -> bool:
+    """Whether a node is pointwise or a large reduction, so that backward computes it again in place of keeping it."""
     if node.target is operator.getitem or draws_or_writes(node):
         return False
     packet, ops = getattr(node.target, "overloadpacket", node.target), partitioner_ops()
-    if packet in ops.compute_intensive_ops or packet in ops.random_ops or _name(node) in _VIEWS:
+    if packet in ops.compute_intensive_ops or packet in ops.random_ops or is_view(node):
         return False
     pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ())
     if not (pointwise or packet in ops.recomputable_ops or _name(node) in _CHEAP):
         return False
-    return pointwise or not _is_statistic(node)
+    return pointwise or not is_statistic(node)
 
 
 def draws_or_writes(node: Node) -> bool:
@@ -231,49 +241,25 @@ def draws_or_writes(node: Node) -> bool:
     return torch.Tag.nondeterministic_seeded in tags or (schema is not None and schema.is_mutable)
 
 
-def _is_statistic(node: Node) -> bool:
+def is_statistic(node: Node) -> bool:
     """Whether the result is much smaller than the inputs: cheap to keep, and expensive to compute again."""
-    sizes = [size for source in node.all_input_nodes for size in _sizes(source)]
-    return bool(sizes) and sum(_sizes(node)) * _LARGE <= max(sizes)
+    sizes = [numel(x) for source in node.all_input_nodes for x in _results(source)]
+    return bool(sizes) and sum(map(numel, _results(node))) * _LARGE <= max(sizes)
 
 
-def _sizes(node: Node) -> Iterator[int]:
+def _results(node: Node) -> list[torch.Tensor]:
     value: Any = node.meta.get("val")
-    for x in value if isinstance(value, (tuple, list)) else (value,):
-        if isinstance(x, torch.Tensor):
-            yield numel(x)
+    return [x for x in (value if isinstance(value, (tuple, list)) else (value,)) if isinstance(x, torch.Tensor)]
 
 
-def module_reading(x: Node) -> str:
-    """The id of the module whose forward first reads x or a view of it; if none does, of the one that computes x."""
-    pending = [x]
-    for node in pending:
-        for user in node.users:
-            if is_view(user):
-                pending.append(user)
-            elif _running(user):
-                return _running(user)
-    return _running(x)
-
-
-def _running(node: Node) -> str:
-    """The id of the innermost module that was running, from Dynamo's notes."""
-    modules = node.meta.get("nn_module_stack")
-    return str(node.meta.get(_MODULE) or (next(reversed(modules)) if modules else ""))
-
-
-def attributed(nodes: Sequence[Node], like: Node) -> None:
-    """Note that these nodes belong to the module that reads `like`."""
-    key = module_reading(like)
-    for node in nodes:
-        node.meta[_MODULE] = key
+def is_attention(node: Node) -> bool:
+    """Whether a node is a fused attention."""
+    return "attention" in str(node.target)
 
 
 def nbytes(node: Node) -> int:
     """Bytes of a node's result."""
-    value: Any = node.meta.get("val")
-    tensors = [x for x in (value if isinstance(value, (tuple, list)) else (value,)) if isinstance(x, torch.Tensor)]
-    return sum(numel(x) * x.dtype.itemsize for x in tensors)
+    return sum(numel(x) * x.dtype.itemsize for x in _results(node))
 
 
 def numel(x: torch.Tensor) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,6 +11,7 @@ from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ..quick.colours import part_colours, way_colour
 from ..quick.sizes import readable_size
 from .tables import Table
 
@@ -25,7 +27,9 @@ _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 72rem; margin: 0 auto; padding: 1rem; }
 body { color: var(--text); background: var(--page); overflow-wrap: anywhere; }
 h1 { font-size: 1.6rem; line-height: 1.25; } h2 { font-size: 1.25rem; margin-top: 2rem; }
-.wide { overflow-x: auto; } table { border-collapse: collapse; } svg { width: 100%; background: #fff; }
+.wide { overflow-x: auto; } table { border-collapse: collapse; } svg { width: 100%; min-width: 36rem; }
+.axis { stroke: var(--line); fill: none; } text { fill: var(--text); font-size: 15px; }
+.below { text-anchor: middle; } .beside { text-anchor: end; }
 th, td { padding: .25rem .75rem; border-bottom: 1px solid var(--line); text-align: left; overflow-wrap: normal; }
 .number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
 th button { font: inherit; color: inherit; background: none; border: 0; padding: 0; cursor: pointer; }
@@ -70,10 +74,9 @@ for (const head of document.querySelectorAll("th")) {
 """
 # the page may load nothing from a file or a network
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
-# colours of the parts, which most eyes can tell apart on light and dark backgrounds (Okabe and Ito)
-_COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#f0e442", "#999999")
-# the size of the picture of curves, in pixels on a wide screen
-_WIDTH, _HEIGHT = 1000, 300
+# the size of the picture of curves inside its axes, in pixels on a wide screen, and the space for the axes' texts
+_WIDTH, _HEIGHT, _LEFT, _BELOW = 1000, 300, 90, 45
+_UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10), ("B", 1))
 
 
 @dataclass(frozen=True)
@@ -142,7 +145,7 @@ def _bars(found: HtmlBars) -> str:
     totals: Counter[str] = Counter()
     for parts in found.bars.values():
         totals.update(parts)
-    colours = {part: _colour(i) for i, (part, _) in enumerate(totals.most_common())}
+    colours = part_colours(part for part, _ in totals.most_common())
     # 2% more than the mark, so that its line is visible inside the bars and not at their very end
     scale = max((*(sum(parts.values()) for parts in found.bars.values()), int(1.02 * (found.mark or 0)), 1))
     lines = [_keys(colours)]
@@ -158,11 +161,11 @@ def _keys(colours: Mapping[str, str]) -> str:
 
 def _curves(curves: Mapping[str, Curve]) -> str:
     """Draw all curves on the same axes, with a dotted line where the backward and the optimizer begin."""
-    colours = {name: _colour(i) for i, name in enumerate(curves)}
+    colours = {name: way_colour(name) for name in curves}
     seconds = max((curve.seconds[-1] for curve in curves.values() if curve.seconds), default=0.0)
     most = max((curve.peak_bytes for curve in curves.values()), default=0)
     across, up = _WIDTH / (seconds or 1.0), _HEIGHT / (most or 1)
-    lines = []
+    lines = _axes(1e3 * seconds, most)
     for name, curve in curves.items():
         style = f'fill="none" stroke="{colours[name]}"'
         steps = "".join(
@@ -175,10 +178,34 @@ def _curves(curves: Mapping[str, Curve]) -> str:
     text = (
         f"{1e3 * seconds:.1f} ms (profiled) across, {readable_size(most)} above the start up; dotted: backward begins"
     )
-    svg = (
-        f'<svg role="img" aria-label="{escape(text)}" viewBox="-2 -2 {_WIDTH + 4} {_HEIGHT + 4}">{"".join(lines)}</svg>'
-    )
-    return f"{_keys(colours)}\n{svg}\n<p>{escape(text)}</p>"
+    box = f"{-_LEFT} -12 {_LEFT + _WIDTH + 45} {_HEIGHT + _BELOW + 12}"
+    svg = f'<svg role="img" aria-label="{escape(text)}" viewBox="{box}">{"".join(lines)}</svg>'
+    return f'{_keys(colours)}\n<div class="wide" tabindex="0">{svg}</div>\n<p>{escape(text)}</p>'
+
+
+def _axes(milliseconds: float, most: int) -> list[str]:
+    """Both axes with their units, and a line across at each tick of the bytes."""
+    lines = []
+    for tick in _ticks(milliseconds):
+        x = _WIDTH * tick / (milliseconds or 1)
+        lines.append(f'<text class="below" x="{x:.1f}" y="{_HEIGHT + 18}">{tick:g}</text>')
+    name, unit = next((found for found in _UNITS if most >= found[1]), _UNITS[-1])
+    for tick in _ticks(most / unit):
+        y = _HEIGHT * (1 - tick * unit / (most or 1))
+        lines.append(f'<path class="axis" d="M0 {y:.1f}H{_WIDTH}"/>')
+        lines.append(f'<text class="beside" x="-8" y="{y + 5:.1f}">{tick:g} {name}</text>')
+    lines.append(f'<path class="axis" d="M0 0V{_HEIGHT}H{_WIDTH}"/>')
+    lines.append(f'<text class="below" x="{_WIDTH / 2}" y="{_HEIGHT + 38}">ms (profiled)</text>')
+    return lines
+
+
+def _ticks(most: float) -> list[float]:
+    """Three to six round numbers from 0 to `most`."""
+    if most <= 0:
+        return [0.0]
+    power = 10.0 ** math.floor(math.log10(most))
+    step = next(step for step in (power / 5, power / 2, power, 2 * power) if most / step < 6)
+    return [round(i * step, 9) for i in range(int(most / step + 1e-9) + 1)]
 
 
 def _bar(name: str, parts: Mapping[str, int], mark: int | None, scale: int, colours: Mapping[str, str]) -> str:
@@ -192,14 +219,6 @@ def _bar(name: str, parts: Mapping[str, int], mark: int | None, scale: int, colo
     line = "" if mark is None else f'<span class="mark" style="left:{100 * mark / scale:.3f}%"></span>'
     label = f"{escape(name)}: {readable_size(sum(parts.values()))}"
     return f'<div>{label}</div><div class="bar">{pieces}{line}</div>'
-
-
-def _colour(number: int) -> str:
-    """The colour of a part by its number; numbers beyond the palette get the same colours again, in stripes."""
-    colour = _COLOURS[number % len(_COLOURS)]
-    if number < len(_COLOURS):
-        return colour
-    return f"repeating-linear-gradient(45deg,{colour} 0 3px,#fff 3px 5px,#000 5px 6px)"
 
 
 def _cell(text: str, right: bool, tag: str = "td") -> str:

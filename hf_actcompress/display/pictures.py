@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import IO, TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from ..errors import MissingExtraError
+from ..quick.colours import part_colours, way_colour
 
 if TYPE_CHECKING:
     from os import PathLike
@@ -58,9 +59,9 @@ def draw_roles(bars: Mapping[str, Mapping[str, int]], target: Target) -> None:
         totals.update(sizes)
     scale, unit = _unit(max((sum(sizes.values()) for sizes in bars.values()), default=0))
     left = [0.0] * len(names)
-    for role, _ in totals.most_common():
+    for role, colour in part_colours(role for role, _ in totals.most_common()).items():
         widths = [bars[name].get(role, 0) / scale for name in names]
-        axes.barh(names, widths, left=left, label=role)
+        axes.barh(names, widths, left=left, label=role, color=colour)
         left = [start + width for start, width in zip(left, widths, strict=True)]
     axes.invert_yaxis()
     axes.set_xlabel(f"{unit} kept for backward")
@@ -78,10 +79,11 @@ def draw_timelines(timelines: Mapping[str, Curve], target: Target) -> None:
     scale, unit = _unit(max((t.peak_bytes for t in timelines.values()), default=0))
     for name, timeline in timelines.items():
         milliseconds = [1e3 * second for second in timeline.seconds]
-        (curve,) = axes.step(milliseconds, [size / scale for size in timeline.bytes], where="post", label=name)
+        colour = way_colour(name)
+        axes.step(milliseconds, [size / scale for size in timeline.bytes], where="post", label=name, color=colour)
         for span in (timeline.backward, timeline.optimizer):
             if span is not None:
-                axes.axvline(1e3 * span[0], color=curve.get_color(), linestyle=":", linewidth=1)
+                axes.axvline(1e3 * span[0], color=colour, linestyle=":", linewidth=1)
     axes.set(xlabel="ms (profiled); dotted: backward begins, the optimizer begins", ylabel=f"{unit} above the start")
     axes.set_ylim(bottom=0)
     if any(timelines):

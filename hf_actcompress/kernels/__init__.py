@@ -49,7 +49,6 @@ KERNELS: dict[str, str] = {
     "block_sparse_grad_weight": "methods.block_sparse.kernel",
     "fewbit_bwd": "methods.fewbit.kernel",
     "fewbit_codes": "methods.fewbit.kernel",
-    "cross_entropy_fwd": "kernels.linear_cross_entropy",
     "float8_grad_weight": "kernels.grad_weight",
     "float8_pack": "kernels.float8",
     "float8_unpack": "kernels.float8",

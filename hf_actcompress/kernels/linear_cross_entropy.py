@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..reference.linear_cross_entropy import Losses, chunked_bwd, chunked_fwd, whole_fwd
+from ..reference.linear_cross_entropy import by_rows_fwd, chunked_bwd
 from ..reference.logits_chunks import Pointwise
 from .common import STRICT, as_rows, cast, exp, on, traced
 from .launch import CachedLaunches
@@ -41,24 +41,6 @@ def _scanned(x_ptr, columns, larger, C: tl.constexpr):
 
 @CachedLaunches
 @triton.jit
-def _statistics_kernel(
-    x_ptr, target_ptr, maximum_ptr, picked_ptr, total_ptr, first, columns, stride, C: tl.constexpr
-):  # fmt: skip
-    """Updates a row's running statistics with its logits, which start at column `first` of the vocabulary."""
-    row = tl.program_id(0).to(tl.int64)
-    before = tl.load(maximum_ptr + row)
-    larger, added = _scanned(x_ptr + row * stride, columns, before, C)
-    total = tl.load(total_ptr + row)
-    total *= tl.where(before == larger, 1.0, exp(before - larger, False)).to(tl.float64)
-    tl.store(total_ptr + row, total + added)
-    tl.store(maximum_ptr + row, larger)
-    column = tl.load(target_ptr + row) - first
-    if (column >= 0) & (column < columns):
-        tl.store(picked_ptr + row, tl.load(x_ptr + row * stride + column).to(tl.float32))
-
-
-@CachedLaunches
-@triton.jit
 def _row_statistics_kernel(x_ptr, maximum_ptr, log_sum_ptr, columns, stride, C: tl.constexpr):
     """The statistics of a row whose logits are all there."""
     row = tl.program_id(0).to(tl.int64)
@@ -82,19 +64,6 @@ def _grad_kernel(
     dy = exp((y - tl.load(maximum_ptr + row)) - tl.load(log_sum_ptr + row), False) * scale
     dy = tl.where(cols == tl.load(target_ptr + row) - first, dy - scale, dy)
     tl.store(dy_ptr + row * columns + cols, cast(dy, dy_ptr.dtype.element_ty), mask=inside)
-
-
-@traced(lambda *_: None, mutates=("maximum", "picked", "total"))
-def _softmax_statistics(x: Tensor, target: Tensor, start: int, maximum: Tensor, picked: Tensor, total: Tensor) -> None:
-    if x.numel() == 0:
-        return
-    x = as_rows(x)
-    columns = x.size(1)
-    C = min(triton.next_power_of_2(columns), _WIDEST_TILE)
-    with on(x):
-        _statistics_kernel[(x.size(0),)](
-            x, target, maximum, picked, total, start, columns, x.stride(0), C=C, num_warps=_warps(C), **STRICT
-        )
 
 
 @traced(lambda *_: None, mutates=("dy",))
@@ -140,18 +109,26 @@ def _row_statistics(x: Tensor) -> list[Tensor]:
     return [maximum, log_sum]
 
 
-def cross_entropy_fwd(
-    logits: Tensor, rows: Tensor | None, target: Tensor, pointwise: Pointwise, dtype: torch.dtype
-) -> Losses:
-    """Losses [K] in `dtype` by torch's own ops, maximum and log of the sum of exponentials [K], from logits [M, V]."""
-    return whole_fwd(lambda x, _: tuple(_row_statistics(x)), logits, rows, target, pointwise, dtype)
+def statistics(x: Tensor, log_probabilities: Tensor) -> tuple[Tensor, Tensor]:
+    """The maximum [K] of x [K, V], and the log of the sum of exponentials [K] of what is below it, in one pass."""
+    maximum, log_sum = _row_statistics(x)
+    return maximum, log_sum
 
 
 def linear_cross_entropy_fwd(
-    h: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, pointwise: Pointwise, dtype: torch.dtype
-) -> Losses:
-    """Losses [K] in `dtype`, maximum and log of the sum of exponentials [K], from h [K, D], weight [V, D], bias [V]."""
-    return chunked_fwd(_softmax_statistics, h, weight, bias, target.contiguous(), pointwise, dtype)
+    h: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    pointwise: Pointwise,
+    dtype: torch.dtype,
+    logits: Tensor | None,
+    rows: Tensor | None,
+    scale: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Losses [K] in `dtype` by torch's own ops, maximum and log of the sum of exponentials [K], and dh [K, D]."""
+    given = (h, weight, bias, target.contiguous(), pointwise, dtype, logits, rows, scale)
+    return by_rows_fwd(statistics, _softmax_grad, *given)
 
 
 def linear_cross_entropy_bwd(
@@ -164,10 +141,11 @@ def linear_cross_entropy_bwd(
     log_sum: Tensor,
     pointwise: Pointwise,
     needs: tuple[bool, bool, bool],
+    logits: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """dh [K, D], dweight [V, D], dbias [V] from dlosses [K], as far as `needs` asks."""
     statistics = (target.contiguous(), maximum.contiguous(), log_sum.contiguous())
-    return chunked_bwd(_softmax_grad, dlosses.contiguous(), h, weight, bias, *statistics, pointwise, needs)
+    return chunked_bwd(_softmax_grad, dlosses.contiguous(), h, weight, bias, *statistics, pointwise, needs, logits)
 
 
 def _softcap(x: Tensor) -> Tensor:
@@ -185,30 +163,32 @@ def _samples(device: torch.device, dtype: torch.dtype, rows: int, width: int) ->
 
 
 def _sample_fwd(*sizes: Any) -> Iterator[tuple[Any, ...]]:
-    yield from ((*args, torch.float32) for args in _samples(*sizes))
-
-
-def _sample_whole(*sizes: Any) -> Iterator[tuple[Any, ...]]:
-    """All rows, and every other one."""
+    """From hidden states and from logits, of all rows and of every other one, with and without the gradient."""
+    scale = torch.tensor(0.3, device=sizes[0])
     for h, weight, bias, target, pointwise in _samples(*sizes):
+        yield h, weight, bias, target, pointwise, torch.float32, None, None, None if pointwise else scale
         logits = 4 * torch.nn.functional.linear(h, weight, bias)
         some = torch.arange(0, h.size(0), 2, device=h.device) if pointwise else None
-        yield logits, some, target if some is None else target[some], pointwise, torch.float32 if pointwise else h.dtype
+        of_some = (h, target) if some is None else (h[some], target[some])
+        dtype = torch.float32 if pointwise else h.dtype
+        yield of_some[0], weight, bias, of_some[1], pointwise, dtype, logits, some, scale if pointwise else None
 
 
 def _sample_bwd(*sizes: Any) -> Iterator[tuple[Any, ...]]:
+    """With logits that are made again, and with kept ones."""
     for h, weight, bias, target, pointwise in _samples(*sizes):
-        x = torch.nn.functional.linear(h, weight, bias)
+        kept = torch.nn.functional.linear(h, weight, bias)
+        x = kept
         for function in pointwise:
             x = function(x)
         maximum = x.float().amax(1)
         log_sum = (x.float() - maximum[:, None]).exp().sum(1).log()
         dlosses = torch.rand(h.size(0), device=h.device)
-        yield dlosses, h, weight, bias, target, maximum, log_sum, pointwise, (True, True, True)
+        for logits in (None, kept):
+            yield dlosses, h, weight, bias, target, maximum, log_sum, pointwise, (True, True, True), logits
 
 
 SAMPLES = {
-    "cross_entropy_fwd": _sample_whole,
     "linear_cross_entropy_bwd": _sample_bwd,
     "linear_cross_entropy_fwd": _sample_fwd,
 }

@@ -110,7 +110,7 @@ def attention_forward(
     """
     settings = settings_of(module) or Settings(Role.ATTENTION)
     # None in a compiled graph, which cannot hold this object; layers of chosen tokens are not compiled
-    chosen = None if torch.compiler.is_compiling() else keys_and_values()
+    chosen = None if compilation.is_traced() else keys_and_values()
     if chosen is not None:
         key, value, attention_mask = chosen.seen(module, query, key, value, attention_mask, kwargs.get("is_causal"))
     if isinstance(attention_mask, ops.PackedMask):
@@ -135,7 +135,7 @@ def _attended(
     """Attention, computed in a way that keeps no more than q, k, v, the output and its statistics."""
     bias = kwargs.pop("position_bias", None)
     stock: Callable[..., Tensor] = partial(_stock, module, dropout=dropout, scaling=scaling, **kwargs)
-    if torch.compiler.is_compiling():
+    if compilation.is_traced():
         return _traced(stock, (query, key, value), attention_mask, bias, settings)
     codec, recomputed = settings.codec, settings.keeps == "recomputed"
     cpu = on_cpu(query)
@@ -207,7 +207,7 @@ def _packed(
     rows = (sequences.rows, sequences.tokens)
     if not ordinary or any((x.size(0), x.size(2)) != rows or type(x) not in PLAIN_TENSORS for x in (q, k, v)):
         return None
-    if transforms_or_export() or torch.compiler.is_compiling() or padding_in(q.transpose(1, 2)) is not None:
+    if transforms_or_export() or compilation.is_traced() or padding_in(q.transpose(1, 2)) is not None:
         return None
     dtype = autocast_dtype(q)
     if dtype is not None:
@@ -248,11 +248,12 @@ def _traced(
         mask = mask.contiguous()
     if not keeps_for_backward(*qkv, bias):
         return stock(*qkv, mask, bias)
-    name, (q, k, v) = settings.codec_name, qkv
-    out = stock(compilation.keep(q, name), compilation.keep(k, name), compilation.keep(v, name), mask, bias)
+    name = settings.codec_name
+    q, k, v = (compilation.keep(x, compilation.part_of(name, part)) for part, x in zip("qkv", qkv, strict=True))
+    out = stock(q, k, v, mask, bias)
     if settings.keeps == "recomputed":
         return compilation.recompute(out)
-    return out if name == compilation.PLAIN else compilation.keep(out, name)
+    return out if name == compilation.PLAIN else compilation.keep(out, compilation.part_of(name, "output"))
 
 
 def _is_causal(module: nn.Module, query: Tensor, mask: Tensor | None, asked: bool | None) -> bool:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
+from .. import compilation
 from ..codecs import IDENTITY, Codec
 from ..methods.tempo.op import attention_tempo
 from ..modules.attention import EAGER_NAME, AttentionMixin, AttentionSettings
@@ -125,7 +126,7 @@ def eager_attention_forward(
     stock = eager_function_of(module.stock_class)
     assert settings is not None and stock is not None
     plain = not any(kwargs.get(name) is not None for name in _own_keywords(stock))
-    eager = not torch.compiler.is_compiling() and query.numel() > 0
+    eager = not compilation.is_traced() and query.numel() > 0
     if not (plain and eager and keeps_for_backward(query, key, value)):
         return stock(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)  # type: ignore[no-any-return]
     scale = scaling if scaling is not None else query.size(-1) ** -0.5

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
+from operator import is_
 from typing import Any
 
 import torch
@@ -18,6 +20,7 @@ from ..modules.base import has_hooks, patched_class, stock_type
 from ..modules.head import HeadMixin, HeadSettings, deferring
 from ..ops import DeferredLogits, LinearSource, plain, returned_logits
 from ..private_apis import transforms_or_export
+from ..reference.logits_chunks import KEPT_BYTES
 from ..roles import Role
 from .sites import Declined, Site
 
@@ -46,8 +49,10 @@ def find_head(module: nn.Module, config: CompressionConfig) -> Site | Declined |
         return Declined(Role.LOSS_HEAD, f"the head is a {stock_type(module).__name__}, not a plain nn.Linear")
     if "forward" in module.__dict__:
         return Declined(Role.LOSS_HEAD, "forward is already bound on the instance")
-    kind = "logits" if config.logits else "no_logits"
-    return Site(HeadMixin, HeadSettings(Role.LOSS_HEAD, kind, targets=config.targets))
+    kind = "logits" if config.logits else "lazy_logits"
+    # what is kept on the device would be most of what a step that offloads keeps there
+    budget = 0 if config.offloads else KEPT_BYTES
+    return Site(HeadMixin, HeadSettings(Role.LOSS_HEAD, kind, targets=config.targets, budget=budget))
 
 
 @contextmanager
@@ -95,9 +100,18 @@ def _without_unreturned(output: Any, labelled: bool) -> Any:
         values = {name: _without_unreturned(value, labelled) for name, value in output.items()}
         if all(values[name] is output[name] for name in values):
             return output
-        return type(output)(**{name: value for name, value in values.items() if value is not None})
+        # its constructor would put the keys in another order, and leave out what is no field
+        found: Any = OrderedDict.__new__(type(output))
+        found.__dict__.update(output.__dict__)
+        for name, value in values.items():
+            if value is None:
+                setattr(found, name, None)
+            else:
+                found[name] = value
+        return found
     if type(output) in (tuple, list):
-        return type(output)(_without_unreturned(value, labelled) for value in output)
+        parts = [_without_unreturned(part, labelled) for part in output]
+        return output if all(map(is_, parts, output)) else type(output)(parts)
     if isinstance(output, DeferredLogits) and isinstance(output.chain.source, LinearSource):
         return _returned(output, output.chain.source, labelled)
     return output
@@ -108,14 +122,12 @@ def _returned(logits: DeferredLogits, head: LinearSource, labelled: bool) -> Ten
 
     Without labels, a loss outside of the model will differentiate the logits, so they are returned as deferred ones.
     With labels, the model has computed its loss, and the returned logits are hardly ever differentiated. So they are
-    returned as a plain tensor, if the config keeps logits or no gradients are recorded.
-
-    Deferred logits cannot be returned for a selection of rows, nor if the head's hidden states are no plain tensor
-    (those of an estimate have no data). In a training step with labels, the model then returns none.
+    returned as a plain tensor, if the config asks for whole logits; so are those of a selection of rows. The hidden
+    states of an estimate have no data: a step with labels then returns no logits, because nothing reads them.
     """
     if labelled and head.keep_logits:
         return plain(logits)
-    deferred = returned_logits(logits) if type(head.hidden) is Tensor else None
-    if deferred is None and not (labelled and torch.is_grad_enabled()):
-        return plain(logits)
-    return deferred
+    if type(head.hidden) is not Tensor:
+        return None if labelled and torch.is_grad_enabled() else plain(logits)
+    deferred = returned_logits(logits)
+    return plain(logits) if deferred is None else deferred

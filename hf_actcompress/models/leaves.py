@@ -21,7 +21,7 @@ from ..methods.inverted.reference import INVERTED
 from ..methods.norm_output.reference import layer_norm_output_reasons
 from ..methods.row_sample.codec import RowSample
 from ..methods.row_sample.codec_gradient_norms import RememberedNorms
-from ..modules.base import Settings
+from ..modules.base import FoundWith, Settings
 from ..modules.leaves import (
     ActivationMixin,
     ActivationSettings,
@@ -30,6 +30,7 @@ from ..modules.leaves import (
     DropoutMixin,
     LayerNormMixin,
     LinearMixin,
+    lacks_table,
 )
 from ..reference import activation_bwd
 from ..roles import Role
@@ -122,7 +123,10 @@ def _conv2d(module: nn.Conv2d, config: CompressionConfig) -> Site | Declined:
         return Declined(Role.CONV2D, "pads with something else than zeros, or unevenly")
     geometry: Any = (module.stride, (top, left), module.dilation, module.groups)
     keeps = "input" if config.derive_linear else "encoded"
-    settings = ConvSettings(Role.CONV2D, codec=CODECS[config.linear], keeps=keeps, geometry=geometry)
+    found_with = FoundWith.of(module, ("in_channels", "out_channels", "kernel_size"))
+    settings = ConvSettings(
+        Role.CONV2D, codec=CODECS[config.linear], keeps=keeps, geometry=geometry, found_with=found_with
+    )
     return Site(Conv2dMixin, settings)
 
 
@@ -151,7 +155,10 @@ def _activation(module: nn.Module, config: CompressionConfig, row: ActivationRow
         variant = "steps1"
     keeps, note = _activation_keeps(row.kind, options, variant)
     codec = CODECS[config.mlp]
-    settings = ActivationSettings(Role.ACTIVATION, row.kind, codec, keeps, note, constants=options)
+    found_with = FoundWith.of(module, row.attributes)
+    settings = ActivationSettings(
+        Role.ACTIVATION, row.kind, codec, keeps, note, attributes=row.attributes, found_with=found_with
+    )
     return Site(ActivationMixin, settings)
 
 
@@ -161,7 +168,7 @@ def _activation_keeps(kind: str, options: tuple[float, ...], variant: str) -> tu
         return "input", f"keeps its input: {kind} has no inverse of two branches"
     if variant == "relus2" and kind not in ("gelu", "silu"):
         return "input", f"keeps its input: there is no ReLU combination for {kind}"
-    if variant not in ("input", "output", "derivative") and TABLE_OPTIONS.get(kind, options) != options:
+    if lacks_table(variant, kind, options):
         return "input", f"keeps its input: few bits have a table of {kind} with {TABLE_OPTIONS[kind]}, not {options}"
     return variant, ""
 

@@ -13,10 +13,9 @@ from functools import cache, partial
 from types import FunctionType
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from .. import ops
+from .. import compilation, ops
 from ..config import CompressionConfig
 from ..modules.base import keeps_for_backward
 from ..private_apis import transforms_or_export
@@ -31,6 +30,8 @@ _OPTIONS = ("chunk_size", "use_qk_l2norm_in_kernel")
 
 def segment_of(config: CompressionConfig) -> int:
     """Tokens of a segment, whole chunks of the rule; 0: all at once."""
+    if not config.always_in_tiles:
+        return 0
     rows = config.tiled_mlp
     return -(-rows // _CHUNK) * _CHUNK if isinstance(rows, int) else _SEGMENT
 
@@ -58,7 +59,7 @@ def _ours(stock: Callable[..., Any], segment: int) -> Callable[..., Any]:
 
 def _is_plain(segment: int, kwargs: dict[str, Any]) -> bool:
     """Whether each token sees all tokens before it, from the first one of its row on, and the rule is torch's."""
-    if torch.compiler.is_compiling() or transforms_or_export() or "fla" in sys.modules:
+    if compilation.is_traced() or transforms_or_export() or "fla" in sys.modules:
         return False
     apart = all(kwargs.get(name) is None for name in ("initial_state", "cu_seqlens", "seq_idx"))
     return apart and segment % kwargs.get("chunk_size", _CHUNK) == 0

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PretrainedConfig
 
-from ..modules.base import HOOKS
+from ..modules.base import HOOKS, own_attributes
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # magnitude of the rows of `probe_rows`; some squares overflow in fp16, which shows where a module computes in fp32
@@ -33,8 +33,6 @@ _Answer = TypeVar("_Answer")
 Answers = dict[Hashable, Any]
 _answers: ContextVar[Answers | None] = ContextVar("answers of probes", default=None)
 _PLAIN = (bool, int, float, str, type(None), torch.dtype)
-# attributes of every module on which no probe's answer depends
-_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 
 
 @contextmanager
@@ -70,8 +68,7 @@ def asked_once(module: nn.Module, probe: Callable[..., _Answer], *about: Hashabl
 
 def _likeness(module: nn.Module) -> Hashable | None:
     """A key that modules that are alike share; None for one with buffers or values that are not plain, also below."""
-    others = (item for item in vars(module).items() if item[0] not in _OF_EVERY_MODULE and item[0] != "forward")
-    own = tuple((name, *_value(value)) for name, value in others)
+    own = tuple((name, *_value(value)) for name, value in own_attributes(module).items())
     if module._buffers or not all(issubclass(kind, (*_PLAIN, _Itself)) for _, kind, _ in own):
         return None
     children = tuple((name, None if child is None else _likeness(child)) for name, child in module._modules.items())

@@ -29,7 +29,17 @@ from ..methods.chosen_tokens.model import choice_of_call, choosing
 from ..methods.gact.model import refresh_bits
 from ..modules.hooked import hooks_of, watch
 from ..private_apis import transforms_or_export
-from ..records import Padding, RepeatedRows, dropping, frame, hooked, in_frame, netted, without_inference
+from ..records import (
+    ModuleHooks,
+    Padding,
+    RepeatedRows,
+    dropping,
+    frame,
+    in_frame,
+    netted,
+    places_of,
+    without_inference,
+)
 from ..reference.rng import Generators
 from .arguments import arguments, cache_in
 from .heads import deferred_logits
@@ -77,7 +87,7 @@ class PatchedForward:
 
     def __getstate__(self) -> dict[str, Any]:
         # a copy has to look up its own modules
-        return {**self.__dict__, "_known": None, "_hooks": []}
+        return {**self.__dict__, "_known": None, "_hooks": [], "_hook_places": []}
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -165,7 +175,7 @@ class PatchedForward:
         other = CODECS[self.config.other].drawing_from(self.generators)
         net = netted(other, self._joins) if on else nullcontext()
         choice = choice_of_call(self.model, stock, args, kwargs, self.config)
-        with frame(), dropping(rows), choosing(choice), hooked(seen), net:
+        with frame(), dropping(rows), choosing(choice), ModuleHooks(self._hook_places, seen, self).on(), net:
             yield
 
     def measure_bits_next(self) -> None:
@@ -196,7 +206,7 @@ class PatchedForward:
         """Note that all modules below the model are patched now."""
         modules = list(self.model.modules())
         self._known = [(m._modules, tuple(m._modules.values())) for m in modules if m._modules]
-        self._hooks = hooks_of(modules)
+        self._hooks, self._hook_places = hooks_of(modules), places_of(modules)
 
 
 def pretrained_models(model: nn.Module) -> dict[str, nn.Module]:

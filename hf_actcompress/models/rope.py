@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import ops
+from .. import compilation, ops
 from ..modules.attention import AttentionMixin
 from ..modules.base import keeps_for_backward
 from ..reference import rope_fwd
@@ -49,7 +49,7 @@ class RotaryMixin(AttentionMixin):
 def _forward(stock_class: Any, rotary: GlobalsCopy) -> Callable[..., Any]:
     @wraps(rotary.stock)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        ours = not torch.compiler.is_compiling() and torch.is_grad_enabled() and rotary.is_of(stock_class)
+        ours = not compilation.is_traced() and torch.is_grad_enabled() and rotary.is_of(stock_class)
         return (rotary.copy if ours else stock_class.forward)(self, *args, **kwargs)
 
     return forward
@@ -76,7 +76,7 @@ def _ours(stock: Callable[..., Any]) -> Callable[..., Any]:
         q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
     ) -> tuple[Tensor, Tensor]:
         wanted = cos.requires_grad or sin.requires_grad
-        if wanted or torch.compiler.is_compiling() or not keeps_for_backward(q, k, cos, sin):
+        if wanted or compilation.is_traced() or not keeps_for_backward(q, k, cos, sin):
             return stock(q, k, cos, sin, unsqueeze_dim)  # type: ignore[no-any-return]
         return ops.rope(q, k, cos, sin, unsqueeze_dim)
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import ops
+from .. import compilation, ops
 from ..modules.base import keeps_for_backward
 from .function_copies import read_global
 from .probe import same_bits
@@ -75,7 +75,7 @@ def _one(stock: _Rotation) -> _Rotation:
 
 
 def _ours(x: Tensor, cos: Tensor, sin: Tensor) -> bool:
-    if torch.compiler.is_compiling() or cos.requires_grad or sin.requires_grad:
+    if compilation.is_traced() or cos.requires_grad or sin.requires_grad:
         return False
     return keeps_for_backward(x, cos, sin) and ops.rotates_normed(x)
 

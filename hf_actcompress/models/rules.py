@@ -15,6 +15,7 @@ from ..errors import RuleError
 from ..methods.chosen_tokens.model_layers import find_chosen_tokens
 from ..modules.base import PatchedModule, Settings
 from ..modules.checkpoint import CheckpointInputMixin
+from ..modules.tiled import TiledSettings
 from .adapters import find_adapter, rank_layers
 from .attention import find_attention
 from .checkpointing import find_checkpoint_input
@@ -133,3 +134,14 @@ def _own(module: nn.Module, config: CompressionConfig, is_head: bool) -> Site | 
             return found
         reason = reason or found
     return reason
+
+
+def mlps_for_tiles(model: nn.Module) -> list[nn.Module]:
+    """The MLPs of a model (not patched yet) that `tiled_mlp` computes in tiles."""
+    config, places = CompressionConfig(tiled_mlp="auto"), Places.of(model)
+    sites = ((module, find_site(module, config, places)) for module in list(model.modules()))
+    return [
+        module
+        for module, site in sites
+        if isinstance(site, Site) and isinstance(site.settings, TiledSettings) and site.settings.tile
+    ]

@@ -14,7 +14,7 @@ from ..config import CompressionConfig
 from ..modules.base import settings_of, stock_type
 from ..modules.tiled import TiledMixin, TiledSettings
 from ..roles import Role
-from .probe import StandIn, bare_copy, probe_rows, takes_one_tensor, undisturbed
+from .probe import StandIn, asked_once, bare_copy, probe_rows, takes_one_tensor, undisturbed
 from .sites import Site
 
 _LINEAR = (nn.Linear, Conv1D)
@@ -31,7 +31,7 @@ def find_tiled_mlp(module: nn.Module, config: CompressionConfig) -> Site | None:
     weights = any(next(child.parameters(), None) is not None for child in others)
     if len(linear) < 2 or len(linear) + len(others) < 3 or weights or module._parameters:
         return None
-    last = _last_by_rows(module) if takes_one_tensor(module) else None
+    last = asked_once(module, _last_by_rows) if takes_one_tensor(module) else None
     if last is None:
         return None
     settings = TiledSettings(Role.TILED_MLP, codec=CODECS[config.mlp], last=last)
@@ -40,8 +40,8 @@ def find_tiled_mlp(module: nn.Module, config: CompressionConfig) -> Site | None:
 
 def tiled_settings(settings: TiledSettings, module: nn.Module, config: CompressionConfig) -> TiledSettings:
     """The settings of an MLP, with the rows of a tile if tiles were asked for."""
-    if not config.tiled_mlp:
-        return settings
+    if not config.always_in_tiles:
+        return replace(settings, checkpointed=bool(config.tiled_mlp))
     tile = config.tiled_mlp if isinstance(config.tiled_mlp, int) else max(_SMALLEST, _width(module) // 2)
     return replace(settings, tile=tile, keeps="its input")
 
@@ -75,6 +75,9 @@ def _last_by_rows(module: nn.Module) -> str | None:
             probe._modules[name] = StandIn(index)
         elif isinstance(child, nn.Dropout):
             probe._modules[name] = nn.Identity()
+        elif child is not None:
+            # without its hooks
+            probe._modules[name] = bare_copy(child)
     x = probe_rows(24)
     forward = stock_type(probe).forward
     try:

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import ops
+from .. import compilation, ops
+from ..ops.autocast import autocast_dtype
 from ..ops.snapshot import refuse_merges
 from ..records import current
 from .base import ModuleMixin, recording
@@ -23,21 +24,24 @@ class AdapterMixin(ModuleMixin):
     prefix = ""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch.compiler.is_compiling() and isinstance(self._modules.get("base_layer"), ExpertsMixin):
-            # the adapted weights of experts are made again in backward
-            out = super().forward(*args, **kwargs)
-            refuse_merges([self], out)
-            return out
-        # with dropout the code itself has to run again, so that the second run draws what the first one drew
-        if torch.compiler.is_compiling() or current.call is None or not args or _draws(self):
+        if compilation.is_traced():
             return super().forward(*args, **kwargs)
-        return recalled(args[0], partial(super().forward, *args, **kwargs))
+        experts = isinstance(self._modules.get("base_layer"), ExpertsMixin)
+        # with dropout the code itself has to run again, so that the second run draws what the first one drew
+        if experts or current.call is None or not args or _draws(self):
+            out = super().forward(*args, **kwargs)
+        else:
+            out = recalled(args[0], partial(super().forward, *args, **kwargs))
+        # the adapted weights of experts are made again in backward, and under autocast the casts of weights
+        if experts or (args and isinstance(args[0], Tensor) and autocast_dtype(args[0]) is not None):
+            refuse_merges([self], out)
+        return out
 
     def _cast_input_dtype(self, x: Any, dtype: torch.dtype) -> Any:
         cast_enabled = getattr(self, "cast_input_dtype_enabled", True)
         # below the first trainable layer x needs no gradient, but the adapters' weights need x
         settings = self.actcompress
-        eager = not torch.compiler.is_compiling()
+        eager = not compilation.is_traced()
         if settings is None or not isinstance(x, Tensor) or not cast_enabled or not eager or not recording(x):
             return super()._cast_input_dtype(x, dtype)  # type: ignore[misc]
         return ops.cast(x, dtype, codec=settings.codec)

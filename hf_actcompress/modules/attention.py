@@ -6,8 +6,7 @@ import copy
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
-
+from .. import compilation
 from .base import ModuleMixin, Settings
 
 # under these names models/ registers our functions in transformers' attention interface
@@ -102,7 +101,7 @@ class AttentionMixin(ModuleMixin):
         settings = self.actcompress
         if settings is None:
             return self.__dict__["config"]
-        if torch.compiler.is_compiling():
+        if compilation.is_traced():
             # torch 2.11 cannot trace a look into __dict__ for the name of a property
             named = settings.renamed is not None and settings.config._attn_implementation == settings.kind
             return settings.renamed if named else settings.config

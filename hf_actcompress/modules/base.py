@@ -19,7 +19,7 @@ from ..codecs import IDENTITY, Codec
 from ..codecs.table import CODECS
 from ..errors import UnsupportedModelError
 from ..private_apis import FakeTensor, as_in_first_run, is_idle_capture, transforms_or_export
-from ..records import checkpointed, current
+from ..records import current, may_write
 from ..roles import Role
 
 _NAMES = {codec: name for name, codec in CODECS.items()}
@@ -44,6 +44,11 @@ class Settings:
     note: str = ""
     # a compiler reads this name, because it would guard every field of every codec of the table
     codec_name: str = field(init=False, compare=False, repr=False)
+
+    @property
+    def reported(self) -> str:
+        """What a report says that the module keeps."""
+        return self.keeps
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "codec_name", _NAMES.get(self.codec.row, compilation.PLAIN))
@@ -110,11 +115,26 @@ def _new(mixin: type, stock_class: Any) -> nn.Module:
     return module
 
 
+class _LikeStock(type):
+    """The type of patched classes of torch's own modules. They are equal to the stock class, for tools that look a
+    module's exact type up in a table (`quantize_dynamic`). FSDP has such a table of layers, which therefore are not.
+    """
+
+    stock_class: type[nn.Module]
+
+    def __eq__(cls, other: object) -> bool:
+        return other is cls or other is cls.stock_class
+
+    def __hash__(cls) -> int:
+        return hash(cls.stock_class)
+
+
 @cache
 def patched_class(mixin: Any, stock_class: Any) -> type[nn.Module]:
     """The subclass of `stock_class` with `mixin`."""
     name = f"{mixin.prefix}{stock_class.__name__}"
-    return type(name, (mixin, stock_class), {"stock_class": stock_class, "__module__": mixin.__module__})
+    kind = _LikeStock if stock_class.__module__.startswith("torch.nn.") else type
+    return kind(name, (mixin, stock_class), {"stock_class": stock_class, "__module__": mixin.__module__})
 
 
 def patch_instance(module: nn.Module, mixin: type, settings: Settings) -> None:
@@ -136,6 +156,47 @@ def settings_of(module: nn.Module) -> Settings | None:
     return module.actcompress if isinstance(module, PatchedModule) else None
 
 
+# attributes of every module
+_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+
+
+def own_attributes(module: nn.Module) -> dict[str, Any]:
+    """What a module's class has set on it, such as sizes and constants: its attributes that not every module has."""
+    # a forward in the instance is another library's
+    return {name: x for name, x in vars(module).items() if name not in _OF_EVERY_MODULE and name != "forward"}
+
+
+@dataclass(frozen=True)
+class FoundWith:
+    """Attributes of a module that decide what it computes, as they were when a rule found it.
+
+    Attributes that begin with an underscore are left out, because other libraries keep their notes there.
+    """
+
+    values: tuple[tuple[str, Any], ...]
+
+    @classmethod
+    def of(cls, module: nn.Module, but: tuple[str, ...]) -> FoundWith:
+        """All of them but those of these names, which each forward reads, or no forward."""
+        own = own_attributes(module).items()
+        return cls(tuple((n, _value(x)) for n, x in own if n not in but and n[0] != "_" and not isinstance(x, Tensor)))
+
+    def holds(self, module: nn.Module) -> bool:
+        now = module.__dict__
+        for name, value in self.values:
+            x = now.get(name)
+            if x is not value and _value(x) != value:
+                return False
+        return True
+
+
+def _value(x: Any) -> Any:
+    """What a copy of the attribute has in common with it: the function of a partial or of a bound method."""
+    if isinstance(x, partial):
+        return x.func, x.args, tuple(x.keywords.items())
+    return getattr(x, "__func__", x)
+
+
 # where a module keeps its hooks, which a call of the module runs and a call of its forward does not
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -145,7 +206,7 @@ def has_hooks(module: Any) -> bool:
 
     Where a checkpointed region runs again, whether it had such hooks in the first run.
     """
-    return _has_hooks(module) if torch.compiler.is_compiling() else as_in_first_run(module, _has_hooks)
+    return _has_hooks(module) if compilation.is_traced() else as_in_first_run(module, _has_hooks)
 
 
 def _has_hooks(module: Any) -> bool:
@@ -164,7 +225,7 @@ def are_wanted(hooks: Mapping[int, Any]) -> bool:
 
 def keeps_output(settings: Settings) -> bool:
     """Whether a module keeps its output now: not where a hook of the user may write on it unseen by autograd."""
-    return settings.keeps == "output" and (not current.hooked or checkpointed())
+    return settings.keeps == "output" and not may_write()
 
 
 def is_sharded(module: nn.Module) -> bool:

@@ -6,19 +6,31 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .. import compilation, ops
-from ..codecs import IDENTITY
+from ..codecs import IDENTITY, Codec
 from ..records import kept_through
 from .base import PatchedModule, Settings, recording
 
 CHECKPOINT_FUNCTION = "_gradient_checkpointing_func"
 # the name of what a layer keeps if its attention must not run again
 WITH_ATTENTION = "input, results of attention"
+
+
+class KeptInput(NamedTuple):
+    """What a checkpointed layer keeps.
+
+    Args:
+        codec: The codec through which it keeps its first input.
+        attention: Whether it keeps the results of attention, too, so that attention does not run again.
+    """
+
+    codec: Codec = IDENTITY
+    attention: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import ops
+from .. import compilation, ops
 from ..ops.experts import GroupedProducts
 from ..private_apis.parametrizations import registered_without_writing
 from ..records import declare, known_record, parameter, stored_exact, whole_record_of
@@ -67,7 +67,7 @@ class ExpertsMixin(ModuleMixin):
     def _is_ordinary(self) -> bool:
         """Whether stock would run its grouped products here, and nothing else."""
         grouped = getattr(self.config, "_experts_implementation", None) == GROUPED
-        special = self._is_expert_parallel or self.has_post_expert_norm or torch.compiler.is_compiling()
+        special = self._is_expert_parallel or self.has_post_expert_norm or compilation.is_traced()
         return grouped and not special and not has_hooks(getattr(self, "act_fn", nn.Identity()))
 
     def _grouped(

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .. import compilation, ops
 from .base import has_hooks, keeps_for_backward, only_tensor, settings_of
-from .leaves import ActivationSettings
+from .leaves import ActivationSettings, as_it_is
 from .tiled import TiledMixin, TiledSettings
 
 
@@ -41,11 +41,15 @@ class _GatedMLPMixin(TiledMixin):
             return act(gate) * up  # type: ignore[no-any-return]
         if not keeps_for_backward(gate, up):
             return act(gate) * up  # type: ignore[no-any-return]
-        stock = act.stock_forward()
-        if torch.compiler.is_compiling():
-            gate, up = compilation.keep(gate, settings.codec_name), compilation.keep(up, settings.codec_name)
-            return stock(gate) * up  # type: ignore[no-any-return]
-        return ops.gated_product(gate, up, stock, activation.kind, activation.constants, codec=settings.codec)
+        if compilation.is_traced():
+            of_gate, of_up = (compilation.part_of(settings.codec_name, name) for name in ("gate", "up"))
+            gate, up = compilation.keep(gate, of_gate), compilation.keep(up, of_up)
+            return act.stock_forward()(gate) * up  # type: ignore[no-any-return]
+        found = as_it_is(act)
+        if found is None:
+            return act(gate) * up  # type: ignore[no-any-return]
+        stock, constants = found
+        return ops.gated_product(gate, up, stock, activation.kind, constants, codec=settings.codec)
 
 
 class SplitGatedMLPMixin(_GatedMLPMixin):

@@ -37,13 +37,23 @@ def deferring(heads: tuple[HeadMixin, ...]) -> Iterator[None]:
 
 @dataclass(frozen=True, kw_only=True)
 class HeadSettings(Settings):
-    """Also the largest share of the targets that may count (have a label that is not -100)."""
+    """Settings of a head.
+
+    Attributes:
+        targets: The largest share of the targets that may count (have a label that is not -100).
+        budget: The bytes of logits that a trained head may keep to backward, so that it does not make them again.
+    """
 
     targets: float
+    budget: int
+
+    @property
+    def reported(self) -> str:
+        return f"{self.keeps}, logits<{self.budget >> 20} MiB" if self.budget else self.keeps
 
 
 class HeadMixin(LinearMixin):
-    """nn.Linear whose output are the logits; kind: "logits" if they are returned, else "no_logits".
+    """nn.Linear whose output are the logits; kind: "logits" if they are returned whole, else "lazy_logits".
 
     While no loss is being computed it is a patched linear layer.
     """
@@ -59,9 +69,11 @@ class HeadMixin(LinearMixin):
             return super().forward(*args, **kwargs)
         # read once: a parametrisation computes the weight each time that it is read
         weight, bias = self.weight, self.bias
-        if not _fits(x, weight, bias) or (settings.kind == "no_logits" and _is_small(x, weight)):
+        if not _fits(x, weight, bias) or (settings.kind == "lazy_logits" and _is_small(x, weight)):
             return super().forward(x)
-        return ops.deferred_linear(x, weight, bias, keep_logits=settings.kind == "logits", targets=settings.targets)
+        return ops.deferred_linear(
+            x, weight, bias, keep_logits=settings.kind == "logits", targets=settings.targets, budget=settings.budget
+        )
 
     def _defers(self) -> bool:
         heads, hooks = _deferring.get()
@@ -78,4 +90,6 @@ def _fits(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Whether stock accepts this input. If it does not, the stock code runs and raises its own error."""
     same = x.dtype == weight.dtype or autocast_dtype(x) is not None
     plain = x.dim() > 1 and x.numel() > 0 and x.device == weight.device and x.size(-1) == weight.size(1)
+    # of rows that do not lie in a row, stock's product rounds otherwise than one of rows that do
+    plain = plain and x.stride(-1) == 1
     return same and plain and (not torch.is_grad_enabled() or keeps_for_backward(x, weight, bias))

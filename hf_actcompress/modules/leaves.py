@@ -14,11 +14,13 @@ from .. import compilation, ops
 from ..codecs import IDENTITY
 from ..methods.derivative.op import activation_derivative
 from ..methods.fewbit.op import activation_fewbit
+from ..methods.fewbit.reference import TABLE_OPTIONS
 from ..methods.inverted.op import activation_output
 from ..methods.norm_output.op import layer_norm_output, rms_norm_output
 from ..records import current
 from ..reference import ConvGeometry, draws_like_any, linear_fwd
 from .base import (
+    FoundWith,
     ModuleMixin,
     Settings,
     is_sharded,
@@ -41,7 +43,7 @@ class LinearMixin(_Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         settings = self.actcompress
-        if torch.compiler.is_compiling() and settings is not None and settings.keeps == "input":
+        if compilation.is_traced() and settings is not None and settings.keeps == "input":
             return self._traced(args, kwargs)
         x = only_tensor(args, kwargs)
         if x is None or settings is None or not recording(x):
@@ -85,9 +87,10 @@ class OwnLinearMixin(_Module):
 
 @dataclass(frozen=True, kw_only=True)
 class ConvSettings(Settings):
-    """Also a convolution's stride, padding and dilation, in pixels, and its groups."""
+    """Also a convolution's stride, padding and dilation, in pixels, and its groups, and the attributes that say so."""
 
     geometry: ConvGeometry
+    found_with: FoundWith
 
 
 class Conv2dMixin(_Module):
@@ -105,7 +108,9 @@ class Conv2dMixin(_Module):
         # an input without gradient is pixels: the batch holds them anyway, so keeping them as they are costs nothing
         codec, name = (settings.codec, settings.codec_name) if x.requires_grad else (IDENTITY, compilation.PLAIN)
         derive = settings.keeps == "input" or codec == IDENTITY
-        if torch.compiler.is_compiling() and derive:
+        if not settings.found_with.holds(self):
+            return self._conv_forward(x, weight, bias)  # type: ignore[operator, no-any-return]
+        if compilation.is_traced() and derive:
             return self._conv_forward(compilation.offer(x, name), weight, bias)  # type: ignore[operator, no-any-return]
         if torch.compiler.is_compiling() and compilation.any_length():
             return self._untraced(x)  # type: ignore[no-any-return]
@@ -127,7 +132,7 @@ class LayerNormMixin(_Module):
             return nn.functional.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
         if keeps_output(settings):
             return layer_norm_output(x, self.normalized_shape, weight, bias, self.eps)
-        if torch.compiler.is_compiling():
+        if compilation.is_traced():
             x = compilation.keep(x, settings.codec_name)
             return nn.functional.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
         copy = is_sharded(self)
@@ -162,28 +167,58 @@ class RMSNormMixin(_Module):
         eps = getattr(self, settings.eps_name)
         if keeps_output(settings):
             return rms_norm_output(x, weight, eps, settings.kind)
-        if torch.compiler.is_compiling():
+        if compilation.is_traced():
             return super().forward(compilation.keep(x, settings.codec_name))  # type: ignore[no-any-return]
         return ops.rms_norm(x, weight, eps, settings.kind, codec=settings.codec, copy_affine=is_sharded(self))
 
 
 @dataclass(frozen=True, kw_only=True)
 class ActivationSettings(Settings):
-    """Also the constants of an activation's row, such as a slope or bounds."""
+    """Also the names of the attributes that hold the constants of an activation's row, such as a slope or bounds.
 
-    constants: tuple[float, ...]
+    Each forward reads the constants. With others of the other attributes the module computes another function.
+    """
+
+    attributes: tuple[str, ...]
+    found_with: FoundWith
+
+
+_Stock = Callable[[Tensor], Tensor]
+Constants = tuple[float, ...]
+
+
+def as_it_is(act: Any) -> tuple[_Stock, Constants] | None:
+    """The stock forward of a patched activation and the constants of its row now; None if it is another function now.
+
+    The forward is that of a copy of the module: backward makes the output again as it was, whatever happens to the
+    module in between.
+    """
+    settings: ActivationSettings = act.actcompress
+    if not settings.found_with.holds(act):
+        return None
+    constants = tuple([float(getattr(act, name)) for name in settings.attributes])
+    if compilation.is_traced():
+        return act.stock_forward(), constants
+    copy = act.stock_class.__new__(act.stock_class)
+    copy.__dict__.update(act.__dict__)
+    return partial(act.stock_class.forward, copy), constants
+
+
+def lacks_table(keeps: str, kind: str, constants: Constants) -> bool:
+    """Whether a variant of few bits has no table of the derivative with these constants."""
+    return keeps not in ("input", "output", "derivative") and TABLE_OPTIONS.get(kind, constants) != constants
 
 
 def _fewbit(method: str, bits: int) -> _ActivationOp:
-    return lambda x, stock, s: activation_fewbit(x, stock, s.kind, s.constants, bits=bits, method=method)
+    return lambda x, stock, c, s: activation_fewbit(x, stock, s.kind, c, bits=bits, method=method)
 
 
 # the ops of a pointwise activation, by the tensor that each variant keeps
-_ActivationOp = Callable[[Tensor, Callable[[Tensor], Tensor], ActivationSettings], Tensor]
+_ActivationOp = Callable[[Tensor, _Stock, Constants, ActivationSettings], Tensor]
 ACTIVATION_OPS: dict[str, _ActivationOp] = {
-    "input": lambda x, stock, s: ops.activation(x, stock, s.kind, s.constants, codec=s.codec),
-    "output": lambda x, stock, s: activation_output(x, stock, s.kind),
-    "derivative": lambda x, stock, s: activation_derivative(x, stock, s.kind, s.constants, codec=s.codec),
+    "input": lambda x, stock, c, s: ops.activation(x, stock, s.kind, c, codec=s.codec),
+    "output": lambda x, stock, c, s: activation_output(x, stock, s.kind),
+    "derivative": lambda x, stock, c, s: activation_derivative(x, stock, s.kind, c, codec=s.codec),
     **{f"steps{bits}": _fewbit("steps", bits) for bits in (1, 2, 3, 4)},
     **{f"values{bits}": _fewbit("values", bits) for bits in (2, 3, 4, 8)},
     "relus2": _fewbit("relus", 2),
@@ -199,12 +234,18 @@ class ActivationMixin(_Module):
         x, settings = only_tensor(args, kwargs), self.actcompress
         if x is None or settings is None or not keeps_for_backward(x):
             return super().forward(*args, **kwargs)  # type: ignore[no-any-return]
-        if torch.compiler.is_compiling() and settings.keeps == "input":
+        if compilation.is_traced() and settings.keeps == "input":
             return super().forward(compilation.keep(x, settings.codec_name))  # type: ignore[no-any-return]
         if torch.compiler.is_compiling() and compilation.any_length():
             return self._untraced(x)  # type: ignore[no-any-return]
-        keeps = "input" if settings.keeps == "output" and not keeps_output(settings) else settings.keeps
-        return ACTIVATION_OPS[keeps](x, self.stock_forward(), settings)
+        found = as_it_is(self)
+        if found is None:
+            return super().forward(x)  # type: ignore[no-any-return]
+        plain = settings.keeps == "output" and not keeps_output(settings)
+        keeps = "input" if plain or lacks_table(settings.keeps, settings.kind, found[1]) else settings.keeps
+        if compilation.is_traced() and keeps == "input":
+            return super().forward(compilation.keep(x, settings.codec_name))  # type: ignore[no-any-return]
+        return ACTIVATION_OPS[keeps](x, *found, settings)
 
 
 class DropoutMixin(_Module):
@@ -220,6 +261,6 @@ class DropoutMixin(_Module):
 
     @staticmethod
     def _replays(x: Tensor) -> bool:
-        eager = not torch.compiler.is_compiling() and x.is_contiguous() and x.numel() > 0
+        eager = not compilation.is_traced() and x.is_contiguous() and x.numel() > 0
         # x need not require a gradient: an adapter on the output may be the first thing that does
         return eager and recording(x) and draws_like_any(x)

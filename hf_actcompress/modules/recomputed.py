@@ -5,10 +5,9 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from .. import ops
+from .. import compilation, ops
 from ..records import declare, stored_exact, whole_record_of
 from .base import ModuleMixin, code_of, is_sharded, keeps_for_backward, only_tensor
 
@@ -18,7 +17,7 @@ class RecomputedMixin(ModuleMixin):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         x, settings = only_tensor(args, kwargs), self.actcompress
-        if x is None or settings is None or torch.compiler.is_compiling() or is_sharded(self):
+        if x is None or settings is None or compilation.is_traced() or is_sharded(self):
             return super().forward(*args, **kwargs)
         own = ops.Snapshot(self, code_of, buffers=True)
         if not own.is_closed or not x.is_floating_point() or not x.numel() or not keeps_for_backward(x, *own.tensors):
@@ -38,7 +37,7 @@ class BatchNormMixin(ModuleMixin):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         y = super().forward(*args, **kwargs)
         x, settings = only_tensor(args, kwargs), self.actcompress
-        plain = x is not None and settings is not None and not torch.compiler.is_compiling()
+        plain = x is not None and settings is not None and not compilation.is_traced()
         if plain and keeps_for_backward(x, self.weight, self.bias) and not is_sharded(self):
             assert x is not None
             batch = self.training or self.running_mean is None

@@ -7,9 +7,9 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
+from .. import compilation
 from ..ops.autocast import SameAutocast, autocast_dtype
 from ..ops.snapshot import Snapshot
 from ..records import Forward, current, run_selectively
@@ -20,7 +20,7 @@ _DIFFERS = "a second run of its forward did not give what the first gave: it kee
 
 def recalled(x: Tensor, compute: Callable[[], Tensor]) -> Tensor:
     """What a linear layer computes from x; in the second run of a module, what the layer returned in the first run."""
-    call = None if torch.compiler.is_compiling() else current.call
+    call = None if compilation.is_traced() else current.call
     return compute() if call is None else call.linear(x, compute)
 
 
@@ -34,7 +34,7 @@ class SelectiveMixin(ModuleMixin):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         settings = self.actcompress
-        if settings is None or torch.compiler.is_compiling():
+        if settings is None or compilation.is_traced():
             return super().forward(*args, **kwargs)
         stock = self.stock_forward()
         if current.net is None:

@@ -9,23 +9,67 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .. import ops
+from .. import compilation, ops
 from ..private_apis import transforms_or_export
+from ..records import checkpointed as is_checkpointed
 from ..records import current, stock_only
-from .base import ModuleMixin, PatchedModule, Settings, has_hooks, is_sharded, keeps_for_backward, only_tensor
+from .base import (
+    ModuleMixin,
+    PatchedModule,
+    Settings,
+    has_hooks,
+    is_sharded,
+    keeps_for_backward,
+    only_tensor,
+    settings_of,
+)
 
 _LORA = "peft.tuners.lora.layer"
 
 
+# rows of the smallest tile in a checkpointed layer: fewer rows may use a device less well than all rows together
+LEAST_ROWS = 8192
+
+
+def rows_of_tiles(rows: int) -> int:
+    """How many rows each tile of a checkpointed layer has; 0: it has too few rows for two tiles."""
+    count = rows // LEAST_ROWS
+    return -(-rows // count) if count > 1 else 0
+
+
 @dataclass(frozen=True, kw_only=True)
 class TiledSettings(Settings):
-    """Also how many rows are computed at a time (0: all), and the name of the linear layer that makes the output.
+    """Settings with the rows of a tile.
 
-    `last` is "" where something else makes the output.
+    Args:
+        tile: How many rows are computed at a time; 0: all.
+        checkpointed: Whether a checkpointed layer with many rows has tiles even if `tile` is 0.
+        last: The name of the linear layer that makes the output; "" where something else makes it.
     """
 
     tile: int = 0
+    checkpointed: bool = False
     last: str = ""
+
+    def tile_of(self, mlp: nn.Module, rows: int) -> int:
+        """How many rows of a call of the MLP are computed at a time; 0: all."""
+        if self.tile or not self.checkpointed:
+            return self.tile
+        tile = rows_of_tiles(rows)
+        return tile if tile and is_checkpointed() and not draws(mlp) else 0
+
+
+def draws(module: nn.Module) -> bool:
+    """Whether the module has dropout that is on. Tiles draw other masks than all rows together."""
+    return any(isinstance(part, nn.Dropout) and part.p > 0 and part.training for part in module.modules())
+
+
+def tiles_if_checkpointed(layer: nn.Module, x: Tensor) -> bool:
+    """Whether a layer with this input [..., H] computes an MLP in tiles where it is checkpointed."""
+    if x.dim() < 2 or not rows_of_tiles(x.numel() // max(1, x.shape[-1])) or is_sharded(layer):
+        return False
+    found = ((part, settings_of(part)) for part in layer.modules())
+    return any(isinstance(known, TiledSettings) and known.checkpointed and not draws(part) for part, known in found)
 
 
 class TiledMixin(ModuleMixin):
@@ -35,21 +79,24 @@ class TiledMixin(ModuleMixin):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         settings = self.actcompress
-        if settings is None or not settings.tile:
+        if settings is None or not (settings.tile or settings.checkpointed) or compilation.is_traced():
             return self.whole(*args, **kwargs)
         x = only_tensor(args, kwargs)
-        if x is None or x.dim() < 2 or not x.numel() or not x.is_floating_point() or not self._may_be_tiled():
+        if x is None or x.dim() < 2 or not x.numel() or not x.is_floating_point():
+            return self.whole(*args, **kwargs)
+        tile = settings.tile_of(self, x.numel() // x.shape[-1])
+        if not tile or not self._may_be_tiled():
             return self.whole(*args, **kwargs)
         weights = [w for part in self.modules() for w in part._parameters.values()]
         # without gradients there is one reason for tiles: the memory inside of the MLP, if there are several tiles
         inside = current.stock_only or transforms_or_export()
-        saves = not torch.is_grad_enabled() and x[..., 0].numel() > settings.tile and not inside
+        saves = not torch.is_grad_enabled() and x[..., 0].numel() > tile and not inside
         if not saves and not keeps_for_backward(x, *weights):
             return self.whole(*args, **kwargs)
         own = ops.Snapshot(self, _tile_of)
         if not own.is_closed:
             return self.whole(*args, **kwargs)
-        return ops.tiled(x, self.stock_forward(), settings.tile, own, codec=settings.codec)
+        return ops.tiled(x, self.stock_forward(), tile, own, codec=settings.codec)
 
     def whole(self, *args: Any, **kwargs: Any) -> Any:
         """All rows at once."""
@@ -65,8 +112,8 @@ class TiledMixin(ModuleMixin):
         return last  # type: ignore[no-any-return]
 
     def _may_be_tiled(self) -> bool:
-        """Not under a compiler, in a module that runs again, with sharded weights, or where hooks would see tiles."""
-        if torch.compiler.is_compiling() or current.call is not None:
+        """Not in a module that runs again, with sharded weights, or where hooks would see tiles."""
+        if current.call is not None:
             return False
         return not any(is_sharded(part) or (part is not self and has_hooks(part)) for part in self.modules())
 

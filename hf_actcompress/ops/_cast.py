@@ -9,18 +9,29 @@ import torch
 from torch import Tensor
 
 from ..codecs import IDENTITY, Codec
-from ..records import Derived, Record, Stored, applied, declare_as, known_record, shared_copy, shared_derivation
+from ..records import (
+    Derived,
+    Record,
+    Stored,
+    applied,
+    declare_as,
+    known_record,
+    may_write,
+    shared_copy,
+    shared_derivation,
+)
 from .first_order import once_differentiable
 
 
 def cast_record(x: Tensor, dtype: torch.dtype, codec: Codec = IDENTITY) -> Record:
     """The record of ``x.to(dtype)``, one for all consumers of x.
 
-    It is derived if x itself is derived, encoded, or no wider than the cast. Otherwise the narrower cast copy is kept.
+    It is derived if x itself is derived, encoded, or no wider than the cast. Otherwise the narrower cast copy is kept,
+    and where hooks may write on x.
     """
     known = known_record(x)
     as_it_is = codec == IDENTITY and (known is None or isinstance(known, Stored))
-    if as_it_is and dtype.itemsize < x.dtype.itemsize:
+    if (as_it_is and dtype.itemsize < x.dtype.itemsize) or may_write():
         return shared_copy(x, ("cast", dtype), lambda: x.detach().to(dtype))
     return shared_derivation(x, ("cast", dtype), partial(Tensor.to, dtype=dtype), codec)
 

@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from ..dispatch import implementation
 from ..records import applied
+from ..reference.logits_chunks import KEPT_BYTES
 from ._linear import LinearFunction, keep_operands
 from ._linear_cross_entropy import linear_cross_entropy
 from .autocast import autocast_dtype
@@ -27,11 +28,11 @@ class LinearSource(LogitsSource):
     """One call of the linear layer."""
 
     def __init__(
-        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, keep_logits: bool, targets: float = 1.0
+        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, keep_logits: bool, targets: float, budget: int
     ) -> None:
         super().__init__(hidden.device)
         self.hidden, self.weight, self.bias, self.keep_logits = hidden, weight, bias, keep_logits
-        self.targets = targets
+        self.targets, self.budget = targets, budget
         self.dtype = autocast_dtype(hidden) or hidden.dtype
 
     def logits(self) -> Tensor:
@@ -65,6 +66,7 @@ def _cross_entropy(asked: LossArguments) -> Any:
         dtype=head.dtype,
         # the share holds for training batches only
         most=math.ceil(head.targets * asked.target.numel()) if torch.is_grad_enabled() else None,
+        budget=head.budget,
     )
 
 
@@ -73,16 +75,22 @@ class DeferredLinearFunction(LinearFunction):
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, keep_logits: bool, targets: float
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, keep_logits: bool, targets: float, budget: int
     ) -> Tensor:  # x [..., D], weight [V, D], bias [V]
-        head = LinearSource(x, weight, bias, keep_logits, targets)
+        head = LinearSource(x, weight, bias, keep_logits, targets, budget)
         keep_operands(ctx, x, weight, bias)
         shape = (*x.shape[:-1], weight.size(0))
         return DeferredLogits(Values(head), torch.empty(shape, dtype=head.dtype, device="meta"))
 
 
 def deferred_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, *, keep_logits: bool = True, targets: float = 1.0
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    keep_logits: bool = True,
+    targets: float = 1.0,
+    budget: int = KEPT_BYTES,
 ) -> Tensor:
     """Linear layer whose output is computed when something needs its values.
 
@@ -93,6 +101,7 @@ def deferred_linear(
         keep_logits: Whether the values will be needed in the end (`plain`): a loss is then computed from them,
             bit-equal to stock's. False: a loss computes the logits in chunks.
         targets: The largest share of a loss's targets that may count. A GPU computes that share of the rows.
+        budget: The bytes of logits that a loss may keep to backward.
 
     Returns:
         DeferredLogits ``[..., V]``. Row selections and scalar functions of it stay deferred; `cross_entropy` of it is
@@ -105,4 +114,4 @@ def deferred_linear(
     Gradient:
         Exact.
     """
-    return applied(DeferredLinearFunction, x, weight, bias, keep_logits, targets)
+    return applied(DeferredLinearFunction, x, weight, bias, keep_logits, targets, budget)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..codecs import IDENTITY, Codec
 from ..dispatch import implementation
-from ..records import applied, declare, load, record_of, save, stored_exact
+from ..records import applied, declare, load, may_write, record_of, save, stored_exact
 from .first_order import once_differentiable
 
 
@@ -28,7 +28,8 @@ class DropoutFunction(torch.autograd.Function):
         y, drawn = implementation("dropout_fwd", x)(x, p)
         state = stored_exact(drawn)
         save(ctx, state)
-        declare(y, partial(_rebuild, p=p), record_of(x, codec), state)
+        if not may_write():
+            declare(y, partial(_rebuild, p=p), record_of(x, codec), state)
         ctx.p = p
         return y
 

@@ -1,4 +1,4 @@
-"""Cross entropy of a linear head that keeps nothing of vocabulary size: neither logits nor their gradient.
+"""Cross entropy of a linear head that keeps nothing of vocabulary size beyond a stated budget.
 
 torch has `torch.nn.functional.linear_cross_entropy` from 2.13 on, and it is not used here: with reduction "mean" it
 makes the weight's gradient in forward and keeps it, and with "none" its bf16 gradients err by more than the exactness
@@ -8,6 +8,7 @@ neither autocast (a cast weight would be kept) nor a softcap.
 
 from __future__ import annotations
 
+from enum import StrEnum
 from typing import Any
 
 import torch
@@ -16,19 +17,41 @@ from torch import Tensor
 from ..dispatch import implementation
 from ..records import Record, applied, declare, is_dropped, is_lossless, load, parameter, record_of, save, stored_exact
 from ..reference.device_rules import on_cpu
-from ..reference.linear_cross_entropy import NO_TARGET
-from ..reference.logits_chunks import Pointwise
+from ..reference.linear_cross_entropy import NO_TARGET, head_logits
+from ..reference.logits_chunks import KEPT_BYTES, Pointwise, are_kept
 from ._cast import cast_record
 from .autocast import autocast_dtype
 from .deferred_values import is_cast
 from .first_order import once_differentiable
 from .loss_arguments import loss_dtypes, reduced
 
-_Grads = tuple[Tensor | None, Tensor | None, Tensor | None, None, None, None, None, None, None]
+_Grads = tuple[Tensor | None, Tensor | None, Tensor | None, *tuple[None, ...]]
+
+
+class HeadWay(StrEnum):
+    """What a head computes in its forward for its backward."""
+
+    # nothing: backward makes the logits again, the fourth product of vocabulary size
+    AGAIN = "again"
+    # the logits, which are kept as they are
+    KEPT = "kept"
+    # the gradient of the hidden states; there is no other one
+    GRADIENT = "gradient"
+
+
+def _way(h: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, budget: int) -> HeadWay:
+    """By shapes and dtypes, never by free memory."""
+    if not torch.is_grad_enabled():
+        return HeadWay.AGAIN
+    if not weight.requires_grad and (bias is None or not bias.requires_grad):
+        # in fp16 the gradient of a loss that a GradScaler has not scaled yet may underflow
+        return HeadWay.GRADIENT if h.requires_grad and dtype != torch.float16 else HeadWay.AGAIN
+    kept = are_kept(h.size(0), h.size(1), weight.size(0), dtype.itemsize, budget)
+    return HeadWay.KEPT if kept else HeadWay.AGAIN
 
 
 class LinearCrossEntropyFunction(torch.autograd.Function):
-    """Losses per row. Keeps h by its record, the weight by reference, the targets and two statistics per row."""
+    """Losses per row. What it keeps depends on the way: see `linear_cross_entropy`."""
 
     @staticmethod
     def forward(
@@ -42,33 +65,47 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
         pointwise: Pointwise,
         dtype: torch.dtype,
         loss_dtypes: tuple[torch.dtype, torch.dtype],
+        way: HeadWay,
+        scale: Tensor | None,
     ) -> Tensor:  # h [K, D], weight [V, D], bias [V], target [K], logits [M, V], rows [K]
+        kept = None
         with torch.autocast(h.device.type, enabled=False):
-            if logits is not None:
-                stock = implementation("cross_entropy_fwd", h)
-                losses, maximum, log_sum = stock(logits, rows, target, pointwise, loss_dtypes[0])
-                losses = losses.to(loss_dtypes[1])
-            else:
-                chunked = implementation("linear_cross_entropy_fwd", h)
-                losses, maximum, log_sum = chunked(h.to(dtype), weight, bias, target, pointwise, loss_dtypes[1])
+            x = h.to(dtype)
+            if way is HeadWay.KEPT:
+                logits = kept = head_logits(x, weight.to(dtype), bias.to(dtype) if bias is not None else None)
+            losses, maximum, log_sum, dh = implementation("linear_cross_entropy_fwd", h)(
+                x, weight, bias, target, pointwise, loss_dtypes[0], logits, None if kept is not None else rows,
+                scale,
+            )  # fmt: skip
+        ctx.pointwise, ctx.h_dtype, ctx.way = pointwise, h.dtype, way
+        if scale is not None:
+            save(ctx, stored_exact(dh), stored_exact(scale))
+            return losses.to(loss_dtypes[1])  # type: ignore[no-any-return]
         bias_record = parameter(bias) if bias is not None else None
         rows_record = stored_exact(rows) if rows is not None else None
         record = exact_record(h, dtype)
         if is_dropped(record):
             # backward reads dropped padding rows as zeros, which do not fit their statistics: make their softmax zero
             maximum = maximum.masked_fill(target == NO_TARGET, torch.inf)
-        save(ctx, record, parameter(weight), bias_record, *map(stored_exact, (target, maximum, log_sum)), rows_record)
-        ctx.pointwise, ctx.h_dtype = pointwise, h.dtype
-        return losses  # type: ignore[no-any-return]
+        exact = (target, maximum, log_sum)
+        kept_record = stored_exact(kept) if kept is not None else None
+        save(ctx, record, parameter(weight), bias_record, *map(stored_exact, exact), rows_record, kept_record)
+        return losses.to(loss_dtypes[1])  # type: ignore[no-any-return]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dlosses: Tensor) -> _Grads:  # dlosses [K]
-        h, weight, bias, target, maximum, log_sum, _ = load(ctx, dlosses, rows=6)
+        none = (None,) * 8
+        if ctx.way is HeadWay.GRADIENT:
+            dh, scale = load(ctx, dlosses)
+            # 1 if the loss is a mean over the tokens that count, as in most steps: no bit changes then
+            factor = dlosses.to(dh.dtype) / scale.to(dh.dtype)
+            return (dh * factor[:, None]).to(ctx.h_dtype), None, None, *none
+        h, weight, bias, target, maximum, log_sum, _, logits = load(ctx, dlosses, rows=6)
         dh, dweight, dbias = implementation("linear_cross_entropy_bwd", h)(
-            dlosses, h, weight, bias, target, maximum, log_sum, ctx.pointwise, ctx.needs_input_grad[:3]
+            dlosses, h, weight, bias, target, maximum, log_sum, ctx.pointwise, ctx.needs_input_grad[:3], logits
         )
-        return dh.to(ctx.h_dtype) if dh is not None else None, dweight, dbias, None, None, None, None, None, None
+        return dh.to(ctx.h_dtype) if dh is not None else None, dweight, dbias, *none
 
 
 def exact_record(h: Tensor, dtype: torch.dtype) -> Record:
@@ -105,6 +142,7 @@ def linear_cross_entropy(
     pointwise: Pointwise = (),
     dtype: torch.dtype | None = None,
     most: int | None = None,
+    budget: int = KEPT_BYTES,
 ) -> Tensor:
     """``cross_entropy(pointwise(linear(h, weight, bias))[rows], target)``, a chunk of the logits at a time.
 
@@ -122,13 +160,19 @@ def linear_cross_entropy(
             of their own, each applied to every chunk, in forward and in backward.
         dtype: Dtype of the logits; by default the autocast dtype or h's.
         most: The largest number of targets that may count; more are an error on a GPU. None: no limit.
+        budget: The bytes of logits that may be kept to backward.
 
     Returns:
-        The loss, or ``[N]`` losses, in the dtype of torch's loss; bit-equal to torch's if `logits` is given.
+        The loss, or ``[N]`` losses, in the dtype of torch's loss; computed by torch's own ops: bit-equal to
+        torch's if `logits` is given, or if the product of a few rows has the bits of that of all rows.
 
     Saves:
-        h by its record (nothing if it is derived), weight and bias by reference, about 40 bytes per target for any V.
-        Stock: the log-probabilities, 2 or 4 bytes times V per target.
+        If weight and bias are frozen: the gradient of h, which the forward makes, 4 bytes per element (not in fp16).
+        These are two products of vocabulary size. Otherwise h by its record (nothing if it is derived), weight and bias
+        by reference, about 40 bytes per target for any V; and the logits of the targets, if they fit `budget`
+        and have at most twice the bytes of the weight's gradient (`logits_chunks.are_kept`): three products. If not,
+        backward makes the logits again: four products. Stock: three, and the log-probabilities, 2 or 4 bytes times V
+        per target.
 
     Gradient:
         Exact: each row of the weight's gradient is one dot product over all targets, rounded once; the gradient of h is
@@ -150,12 +194,21 @@ def linear_cross_entropy(
         rows, wanted = kept if rows is None else rows[kept], wanted[kept]
         outside = outside | (counts.sum() > kept.numel())
     selected = _selected(h.reshape(-1, h.size(-1)), rows)
-    options = _without_widening(pointwise, dtype), dtype, loss_dtypes(h.device, dtype, pointwise)
+    # a caller who holds the logits may write on them
+    way = _way(selected, weight, bias, dtype, budget if logits is None else 0)
+    dtypes = loss_dtypes(h.device, dtype, pointwise)
+    scale = _mean_of(counts, dtypes[0]) if way is HeadWay.GRADIENT else None
+    options = _without_widening(pointwise, dtype), dtype, dtypes, way, scale
     losses = applied(LinearCrossEntropyFunction, selected, weight, bias, wanted, logits, rows, *options)
     if kept is not None:
         losses = losses.new_zeros(target.shape).index_copy(0, kept, losses)
     with torch.autocast(h.device.type, enabled=False):
         return reduced(losses, counts, outside, reduction)
+
+
+def _mean_of(counts: Tensor, dtype: torch.dtype) -> Tensor:
+    """1 / the number [] of rows that count, rounded as in stock's loss. The host does not wait for the device."""
+    return counts.sum().clamp_(min=1).to(dtype).reciprocal()
 
 
 def _without_widening(pointwise: Pointwise, dtype: torch.dtype) -> Pointwise:

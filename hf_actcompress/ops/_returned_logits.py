@@ -24,7 +24,7 @@ from .deferred_values import Values
 from .first_order import once_differentiable
 from .gradient_parts import Chunk
 from .logits_gradient import LogitsGradient
-from .logits_origin import HeadOrigin, HeldOrigin, ReturnedSource, checksum, operands
+from .logits_origin import HeadOrigin, HeldHead, ReturnedSource, operands
 from .row_set import rows_at, shifted
 from .torch_functions import held_row_function, row_function
 
@@ -37,6 +37,7 @@ class ReturnedLogitsFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, h: Tensor, weight: Tensor, bias: Tensor | None, source: ReturnedSource) -> Tensor:
         origin = source.origin
+        assert origin is not None
         record = exact_record(h, origin.dtype)
         if is_dropped(record):
             # the logits of padding rows may be asked for
@@ -74,20 +75,20 @@ def returned_logits(x: Tensor) -> Tensor | None:
         x: What `deferred_linear` returned, ``[..., V]``, or a function of each element of it.
 
     Returns:
-        DeferredLogits ``[..., V]``, or None for a selection of rows. Under ``no_grad`` they hold no values; the values
-        can be computed until the head's input or weight is modified, in place or through `.data`. With `keep_logits`
-        they hold the values of this forward, computed now, so later changes of the model's weights do not matter.
-        Without `keep_logits`, the values are computed when they are asked for, which is impossible after backward or
-        after an optimizer step.
+        DeferredLogits ``[..., V]``, or None for a selection of rows. They hold the head's input, and compute their
+        values when something reads them: before or after backward, until the head's input or weight is modified, in
+        place or through `.data`. With `keep_logits` and gradients they hold the values of this forward, computed now,
+        so later changes of the model's weights do not matter.
 
     Saves:
-        The head's input by its record, the weight by reference; nothing of vocabulary size.
+        The head's input by its record, the weight by reference; nothing of vocabulary size. While the result is alive,
+        it holds the head's input itself.
 
     Gradient:
         Exact.
 
     Raises:
-        RuntimeError: Values that were not kept are asked for too late.
+        RuntimeError: Values are asked for after the head's input or weight has changed.
     """
     if not isinstance(x, DeferredLogits):
         return x
@@ -95,14 +96,15 @@ def returned_logits(x: Tensor) -> Tensor | None:
     if not isinstance(head, LinearSource) or x.rows is not None or x.chain.written():
         return None
     like = empty_like(x)
+    held: HeldHead | Tensor
+    if head.keep_logits and torch.is_grad_enabled():
+        held = x.chain.get()
+    else:
+        held = HeldHead(head.dtype, x.pointwise, head.hidden, head.weight, head.bias)
     if not torch.is_grad_enabled():
-        held = HeldOrigin(head.device, head.dtype, x.pointwise, head.hidden, head.weight, head.bias)
-        held.sums = [checksum(head.weight), checksum(head.bias)]
-        return DeferredLogits(Values(ReturnedSource(held, None, like, held_row_function)), like)
+        return DeferredLogits(Values(ReturnedSource(held, head.device, like, held_row_function)), like)
     origin = HeadOrigin(head.device, head.dtype, x.pointwise)
-    if not head.keep_logits:
-        origin.sums = [checksum(head.weight), checksum(head.bias)]
-    source = ReturnedSource(origin, x.chain.get() if head.keep_logits else None, like, row_function)
+    source = ReturnedSource(held, head.device, like, row_function, origin)
     y = applied(ReturnedLogitsFunction, head.hidden, head.weight, head.bias, source)
     origin.edge = get_gradient_edge(y)
     return y

@@ -69,7 +69,8 @@ class TiledFunction(torch.autograd.Function):
             save(ctx, record_of(x, codec))
         ctx.again, ctx.tile, ctx.own = SameAutocast(own.run, x), tile, own
         before = StateBefore(x.device)
-        y = no_view(_forward(stock, x, tile))
+        # without autocast's cache, which would hold a cast of each MLP's weights until the whole forward ends
+        y = no_view(_forward(SameAutocast(stock, x), x, tile))
         ctx.drawn = before if before.has_changed() else None
         return y
 

@@ -24,13 +24,16 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
     return torch.get_autocast_dtype(device) if x.is_floating_point() and x.dtype != torch.float64 else None
 
 
-def without_autocast(grads: Sequence[Tensor | None]) -> AbstractContextManager[Any]:
-    """Autocast off, for a backward whose code makes its forward's casts itself: it may be called under autocast."""
-    return autocast_off(next(g.device.type for g in grads if g is not None))
+def device_under_autocast(grads: Sequence[Tensor | None]) -> str | None:
+    """The type of the device of these gradients, of which some may be None, if autocast is on for it; else None."""
+    for dy in grads:
+        if dy is not None:
+            return dy.device.type if torch.is_autocast_enabled(dy.device.type) else None
+    return None
 
 
 def autocast_off(device: str) -> AbstractContextManager[Any]:
-    """The same, for tensors on a device of that type."""
+    """Autocast off for a type of device: code that makes its casts itself may be called under autocast."""
     return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else _NOTHING
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ..private_apis import delayed_error
 from ..private_apis.batching import as_batch, is_batched, outside_of_batch, samples_in
+from .autocast import autocast_off, device_under_autocast
 
 _MESSAGE = (
     "hf_actcompress has no second derivatives: an op of a patched model was differentiated twice (create_graph=True, a "
@@ -26,14 +27,21 @@ def once_differentiable(backward: Callable[..., Any], always: bool = False) -> C
 
     Where no output has a gradient, no input gets one: autograd runs the nodes below a tensor that has none, too, and
     stock's nodes pass None on. The backward is called then only if it asks for that with `always`.
+
+    It runs without autocast, also where the user's code calls it under one: it makes its forward's casts itself, and
+    what it computes again has to be what the forward has computed.
     """
 
     @wraps(backward)
     def once(ctx: Any, *grads: Tensor | None) -> Any:
-        if not always and grads.count(None) == len(grads):
+        if not always and all([dy is None for dy in grads]):
             return (None,) * len(ctx.needs_input_grad)
         if torch.compiler.is_compiling():
             return backward(ctx, *grads)
+        device = device_under_autocast(grads)
+        if device is not None:
+            with autocast_off(device):
+                return once(ctx, *grads)
         if any(map(is_batched, grads)):
             return _for_each_sample(partial(once, _Again(ctx)), grads)
         if not torch.is_grad_enabled():

@@ -1,4 +1,4 @@
-"""The origin of logits that left their model: the head's node in autograd's graph, and the values if they are kept."""
+"""Where logits that left their model come from: the head that computes them when they are read, and its node."""
 
 from __future__ import annotations
 
@@ -19,74 +19,65 @@ from .row_set import rows_at
 Function: TypeAlias = Callable[..., Any]
 
 _GONE = (
-    "the values of these logits were not kept and cannot be computed any more; patch the model with "
-    "CompressionConfig(logits=True), or read them before backward and before the step of the optimizer"
+    "outputs.logits are computed when they are read, from the head's input and weight, and that is not possible any "
+    "more: {}; read them before the optimizer's step, or return them whole: patch_model(model, "
+    "CompressionConfig(logits=True))"
 )
 
 
 class HeadOrigin:
-    """The node of autograd that keeps the head's input. It holds no tensor itself."""
+    """The node of autograd that keeps the head's input: gradients read the logits through it. It holds no tensor."""
 
-    __slots__ = ("device", "dtype", "edge", "pointwise", "sums")
+    __slots__ = ("device", "dtype", "edge", "pointwise")
 
     def __init__(self, device: torch.device, dtype: torch.dtype, pointwise: Pointwise) -> None:
         self.device, self.dtype, self.pointwise = device, dtype, tuple(pointwise)
         self.edge: GradientEdge | None = None
-        # of the weight and the bias in the forward, if their values are asked for later
-        self.sums: list[Tensor | None] = []
-
-    def kept(self) -> Sequence[Any]:
-        """The head's input, weight and bias."""
-        assert self.edge is not None
-        try:
-            return load(self.edge.node)
-        except RuntimeError as error:
-            raise RuntimeError(f"{_GONE} ({error})") from error
 
     def read(self) -> Read:
-        """How to compute rows of the logits [K, V] from what is kept."""
-        return self._read(*self.kept())
-
-    def all_rows(self, count: int) -> Tensor:
-        """The logits of all rows [count, V]. Raises RuntimeError if the weights are not those of the forward.
-
-        Averages of weights (EMA) are often written through `.data`, which no version counter sees. So checksums are
-        compared.
-        """
-        _, *weights = kept = self.kept()
-        read = self._read(*kept)
-        if self.sums and not all(map(_equal, self.sums, map(checksum, weights))):
-            raise RuntimeError(f"{_GONE} (the head's weight has been written on through .data)")
-        return read(slice(0, count))
-
-    def _read(self, *kept: Any) -> Read:
-        h, weight, bias = operands(kept, self.dtype)
-        if weight.untyped_storage().nbytes() < weight.numel() * weight.element_size():
-            raise RuntimeError(f"{_GONE} (the head's weight is sharded outside of the model's forward)")
-        return lambda rows: linear_rows(rows_at(h, rows), weight, bias, self.pointwise)
+        """How to compute rows of the logits [K, V] from what the node keeps."""
+        assert self.edge is not None
+        return reader(load(self.edge.node), self.dtype, self.pointwise)
 
 
-class HeldOrigin(HeadOrigin):
-    """The origin in a forward without gradients, which has no node: it holds the head's input and weight.
+class HeldHead:
+    """A head's input [..., D], weight [V, D] and bias [V] of one forward, held by the logits that it returned.
 
-    Args:
-        kept: The head's input, weight and bias.
+    Averages of weights (EMA) are often written through `.data`, which no version counter sees. So checksums are
+    compared, too.
     """
 
-    __slots__ = ("_kept", "_versions")
+    __slots__ = ("_kept", "_sums", "_versions", "dtype", "pointwise")
 
-    def __init__(self, device: torch.device, dtype: torch.dtype, pointwise: Pointwise, *kept: Tensor | None) -> None:
-        super().__init__(device, dtype, pointwise)
+    def __init__(self, dtype: torch.dtype, pointwise: Pointwise, *kept: Tensor | None) -> None:
+        self.dtype, self.pointwise = dtype, tuple(pointwise)
         self._kept = [None if x is None else x.detach() for x in kept]
         self._versions = self._seen()
+        self._sums = [checksum(x) for x in self._kept[1:]]
 
-    def kept(self) -> Sequence[Any]:
+    def read(self, all_rows: bool = False) -> Read:
+        """How to compute rows of the logits. Raises RuntimeError if the head is not that of the forward any more.
+
+        Args:
+            all_rows: Also compare the checksums.
+        """
+        weights = self._kept[1:]
         if self._seen() != self._versions:
-            raise RuntimeError(f"{_GONE} (the head's input or its weight has been written on)")
-        return self._kept[0].to(self.dtype), *self._kept[1:]  # type: ignore[union-attr]
+            raise RuntimeError(_GONE.format("the head's input or its weight has been written on"))
+        if any(x is not None and x.untyped_storage().nbytes() < x.numel() * x.element_size() for x in weights):
+            raise RuntimeError(_GONE.format("the head's weight is sharded outside of the model's forward"))
+        if all_rows and not all(map(_equal, self._sums, map(checksum, weights))):
+            raise RuntimeError(_GONE.format("the head's weight has been written on through .data"))
+        return reader((self._kept[0].to(self.dtype), *weights), self.dtype, self.pointwise)  # type: ignore[union-attr]
 
     def _seen(self) -> list[int]:
         return [0 if x is None else x._version for x in self._kept]
+
+
+def reader(kept: Sequence[Any], dtype: torch.dtype, pointwise: Pointwise) -> Read:
+    """The function that computes rows of the logits from a head's input, weight and bias."""
+    h, weight, bias = operands(kept, dtype)
+    return lambda rows: linear_rows(rows_at(h, rows), weight, bias, pointwise)
 
 
 @torch.no_grad()
@@ -110,26 +101,37 @@ def operands(kept: Sequence[Any], dtype: torch.dtype) -> tuple[Tensor, Tensor, T
 
 
 class ReturnedSource(LogitsSource):
-    """The logits of one forward: their values, or None where they were not kept, and the node of their head."""
+    """The logits of one forward: their values, or the head that computes them; and the node of the head, if any."""
 
     def __init__(
-        self, origin: HeadOrigin, values: Tensor | None, like: Tensor, function: Callable[[Any], Function | None]
+        self,
+        held: HeldHead | Tensor,
+        device: torch.device,
+        like: Tensor,
+        function: Callable[[Any], Function | None],
+        origin: HeadOrigin | None = None,
     ) -> None:
-        super().__init__(origin.device)
+        super().__init__(device)
         self.rows_device = torch.device("cpu")
-        self.origin, self.values, self.like, self._function = origin, values, like, function
+        self.held, self.like, self.origin, self._function = held, like, origin, function
+
+    @property
+    def values(self) -> Tensor | None:
+        """The logits, if they exist."""
+        return self.held if isinstance(self.held, Tensor) else None
 
     def logits(self) -> Tensor:
-        if self.values is None:
+        if not isinstance(self.held, Tensor):
             with torch.no_grad():
-                self.values = self.origin.all_rows(self.like.shape[:-1].numel()).view(self.like.shape)
-        return self.values
+                rows = slice(0, self.like.shape[:-1].numel())
+                self.held = self.held.read(all_rows=True)(rows).view(self.like.shape)
+        return self.held
 
     def read(self) -> Read:
         """The function that returns rows of the logits, outside autograd."""
-        if self.values is None:
-            return self.origin.read()
-        values = self.values.flatten(0, -2)
+        if not isinstance(self.held, Tensor):
+            return self.held.read()
+        values = self.held.flatten(0, -2)
         return lambda rows: rows_at(values, rows)
 
     def function(self, func: Any) -> Function | None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from .. import compilation
 from ..records import applied
 from ._linear import no_view
 
@@ -92,4 +93,4 @@ def result_in_region(compute: Callable[[], _Results]) -> _Results:
 
 def region_in_progress() -> Region | None:
     """The innermost checkpointed layer that keeps results and runs now; None in a traced forward."""
-    return None if torch.compiler.is_compiling() else _region.get()
+    return None if compilation.is_traced() else _region.get()

@@ -56,7 +56,7 @@ class _Place:
     __slots__ = ("count", "dtype", "origin", "shape", "steps")
 
     def __init__(self, x: DeferredLogits) -> None:
-        self.origin: HeadOrigin = _source(x).origin
+        self.origin: HeadOrigin | None = _source(x).origin
         self.shape, self.dtype, self.steps = x.shape, x.dtype, x.pointwise
         self.count = x.numel() // x.size(-1)
 

@@ -44,10 +44,11 @@ class Snapshot:
             and its gradients would be lost.
     """
 
-    __slots__ = ("_code", "_index", "_parts", "_versions", "_weights", "is_closed", "tensors")
+    __slots__ = ("_code", "_index", "_parts", "_versions", "_weights", "_wrap", "is_closed", "tensors")
 
     def __init__(self, module: nn.Module, code: _Code, weights: str = "all", buffers: bool = False) -> None:
         self._code = code
+        self._wrap: Callable[[nn.Module, Callable[..., Any]], Callable[..., Any]] | None = None
         self.tensors: list[Tensor] = []
         # by the id of a weight: its place in `tensors`, if it has one
         self._index: dict[int, int] = {}
@@ -90,6 +91,16 @@ class Snapshot:
                 self._index[id(x)] = len(self.tensors)
                 self.tensors.append(x)
 
+    def around(self, wrap: Callable[[nn.Module, Callable[..., Any]], Callable[..., Any]]) -> None:
+        """Let the copies of children run `wrap(child, its forward)` in the place of their forward."""
+        self._wrap = wrap
+
+    def replace(self, module: nn.Module, name: str, value: Any) -> None:
+        """Let the copies of a module have another value for an attribute."""
+        for part, _, state in self._parts:
+            if part is module:
+                state[name] = value
+
     def are_the_same(self) -> bool:
         """Whether no weight has been modified in place since, and no adapter was merged into one."""
         merged = [(vars(module).get(MERGED), state.get(MERGED)) for module, _, state in self._parts]
@@ -109,6 +120,9 @@ class Snapshot:
             vars(twin).update(_NO_HOOKS)
             for name, of in (("_parameters", weights), ("_buffers", weights), ("_modules", twins)):
                 vars(twin)[name] = {key: of.get(id(x), x) for key, x in vars(twin)[name].items()}
+        for module, _, _ in self._parts[1:] if self._wrap is not None else ():
+            copied: Any = twins[id(module)]
+            vars(copied)["forward"] = self._wrap(module, copied.forward)  # type: ignore[misc]
         return self._code(next(iter(twins.values())))(*args, **kwargs)
 
 

@@ -69,7 +69,7 @@ OPS: tuple[Op, ...] = (
         "linear_cross_entropy",
         "vocabulary_chunks",
         ops.linear_cross_entropy,
-        "the hidden states' record, the targets, two statistics per row",
+        "the hidden states' record and small logits; of a frozen head the gradient",
         "the logits, a chunk at a time",
     ),
     Op(

@@ -7,8 +7,8 @@ are read where they are needed. `names.py` lists all of them: for what, and sinc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from typing import Any
 
@@ -29,7 +29,9 @@ from .hooks import (
     is_idle_capture,
     pop_saved_tensor_hooks,
     push_saved_tensor_hooks,
+    runs_again_in,
     saved_tensor_hooks_allowed,
+    without_saved_tensor_hooks,
 )
 from .names import PRIVATE_APIS, PrivateAPI
 
@@ -48,9 +50,11 @@ __all__ = [
     "is_idle_capture",
     "pop_saved_tensor_hooks",
     "push_saved_tensor_hooks",
+    "runs_again_in",
     "saved_tensor_hooks_allowed",
     "unset_fake_temporarily",
     "without_dispatch_modes",
+    "without_saved_tensor_hooks",
 ]
 
 
@@ -92,6 +96,11 @@ def above_autograd() -> Any:
     """In this context, inside of `below_autograd`, ops go through autograd again."""
     exclude = torch._C._dispatch_tls_local_exclude_set() - _AUTOGRAD_KEYS
     return torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), exclude)
+
+
+def profiler_runs() -> bool:
+    """Whether a torch.profiler or an autograd profiler is recording in this process."""
+    return torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
 
 
 def current_backward() -> int:
@@ -281,17 +290,3 @@ def compile_for_inductor(compile_graph: Callable[..., Any]) -> Callable[..., Any
             return compile_fx(graph, inputs, inner_compile=compile_graph)
 
     return backend
-
-
-@contextmanager
-def tracing_for_compiler() -> Iterator[None]:
-    """Inside, `torch.compiler.is_compiling()` holds and sizes may be any: for code that a backend traces itself."""
-    from torch._dispatch.python import enable_python_dispatcher
-
-    before = torch.compiler._is_compiling_flag
-    torch.compiler._is_compiling_flag = True
-    try:
-        with enable_python_dispatcher():
-            yield
-    finally:
-        torch.compiler._is_compiling_flag = before

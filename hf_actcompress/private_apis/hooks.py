@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from types import SimpleNamespace
 from typing import Any, TypeVar
 from weakref import ReferenceType
 
@@ -16,11 +16,15 @@ from torch.nn.modules import module as torch_module
 from torch.utils.checkpoint import _CheckpointFrame as CheckpointFrame
 
 T = TypeVar("T")
+R = TypeVar("R")
 
 # the module of transformers that captures outputs by hooks
 _CAPTURES = "transformers.utils.output_capturing"
-# where the answers of a first run are noted
+# the module of torch's checkpointed regions
+_CHECKPOINT = CheckpointFrame.__module__
+# where the answers of a first run are noted, and the context of the second
 _ANSWERS = "actcompress_answers"
+_CONTEXT = "actcompress_context"
 
 # The pack and unpack hooks that are on in this thread, or None. These three are not functions of ours, because
 # the net calls them around each of our ops, and a call costs time
@@ -37,6 +41,20 @@ def saved_tensor_hooks_allowed() -> bool:
     """Whether saved-tensor hooks may be installed here: torch.func forbids them inside of its transforms."""
     allowed: bool = torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
     return allowed
+
+
+@contextmanager
+def without_saved_tensor_hooks() -> Iterator[None]:
+    """Inside, no saved-tensor hooks are on."""
+    off = []
+    while (top := innermost_saved_tensor_hooks()) is not None:
+        off.append(top)
+        pop_saved_tensor_hooks()
+    try:
+        yield
+    finally:
+        for hooks in reversed(off):
+            push_saved_tensor_hooks(*hooks)
 
 
 def accumulation_hooks(x: Tensor) -> bool:
@@ -63,7 +81,7 @@ def is_idle_capture(hook: Any) -> bool:
     return not kinds or _kind_of(hook) not in {*kinds, None}
 
 
-def as_in_first_run(asked: T, find: Callable[[T], bool]) -> bool:
+def as_in_first_run(asked: T, find: Callable[[T], R]) -> R:
     """``find(asked)``; where a checkpointed region runs again, what it was for this object in the first run.
 
     Hooks may be added or removed in between, and a backward captures nothing. If the second run then took another way
@@ -76,24 +94,41 @@ def as_in_first_run(asked: T, find: Callable[[T], bool]) -> bool:
         # no call of a function: this runs for each layer
         module = hooks[0].__module__
     except AttributeError:
-        module = None
-    if module != torch.utils.checkpoint.__name__:
         return find(asked)
-    answers: dict[int, bool] = vars(_region_of(hooks[0])).setdefault(_ANSWERS, {})
+    region = _region_of(hooks[0]) if module == _CHECKPOINT else None
+    if region is None:
+        return find(asked)
+    answers: dict[int, Any] = vars(region).setdefault(_ANSWERS, {})
     if id(asked) not in answers:
         answers[id(asked)] = find(asked)
-    return answers[id(asked)]
+    found: R = answers[id(asked)]
+    return found
+
+
+def runs_again_in(pack: Any, context: Callable[[], AbstractContextManager[None]]) -> None:
+    """Let a checkpointed region, if `pack` is the hook of one in its first run, run again inside of a context."""
+    region = _region_of(pack)
+    if region is not None and not hasattr(region, _CONTEXT):
+        again = region.recompute_fn
+        setattr(region, _CONTEXT, context)
+
+        def recompute(*args: Any) -> None:
+            with context():
+                again(*args)
+
+        region.recompute_fn = recompute
 
 
 def _region_of(pack: Any) -> Any:
-    """What torch's checkpoint notes about a region: the same object for the pack hooks of both runs."""
+    """What torch's checkpoint notes about a region: the same object for the pack hooks of both runs. None elsewhere."""
+    if getattr(pack, "__module__", None) != _CHECKPOINT:
+        return None
     for cell in inspect.unwrap(pack).__closure__ or ():
         found = cell.cell_contents
         found = found() if isinstance(found, ReferenceType) else found
         if isinstance(found, CheckpointFrame):
             return found
-    # notes nothing
-    return SimpleNamespace()
+    return None
 
 
 def _captured_kinds() -> frozenset[str]:

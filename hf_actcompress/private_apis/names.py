@@ -28,6 +28,7 @@ PRIVATE_APIS: tuple[PrivateAPI, ...] = (
                "border of a checkpointed region, and the hooks that ours hand on to"),
     PrivateAPI("torch._C._autograd._pop_saved_tensors_default_hooks", _T, "our ops without the net's hooks"),
     PrivateAPI("torch._C._autograd._push_saved_tensors_default_hooks", _T, "the net's hooks on again"),
+    PrivateAPI("torch.autograd._profiler_enabled", _T, "a second profiler would end the first"),
     PrivateAPI("torch.ones(1)._post_accumulate_grad_hooks", _T, "who uses a gradient as soon as it is there"),
     PrivateAPI("torch._C._autograd._get_sequence_nr", _T, "which node saves a tensor"),
     PrivateAPI("torch.ones(1, requires_grad=True).exp().grad_fn._sequence_nr", _T, "which node made a tensor"),
@@ -56,8 +57,8 @@ PRIVATE_APIS: tuple[PrivateAPI, ...] = (
     PrivateAPI("torch._C._autograd._unsafe_set_version_counter", _T, "adapters of experts are "
                "registered and write nothing"),
     PrivateAPI("torch._C._autograd._saved_tensors_hooks_is_enabled", _T, "saved-tensor hooks may be installed"),
-    PrivateAPI("torch.utils.checkpoint._CheckpointFrame", _T, "what both runs of a checkpointed "
-               "region have in common"),
+    PrivateAPI("torch.utils.checkpoint._CheckpointFrame(None, True, None, None).recompute_fn", _T,
+               "what both runs of a checkpointed region have in common"),
     PrivateAPI("torch._C._current_graph_task_id", _T, "which backward is running: a rebuilt tensor lives for one"),
     PrivateAPI("torch.autograd.graph._engine_run_backward", _T, "which call is the engine's own, in an estimate"),
     PrivateAPI("torch.autograd.Variable._execution_engine", _T, "a callback when a backward ends; a backward of fake "
@@ -173,6 +174,11 @@ PRIVATE_APIS: tuple[PrivateAPI, ...] = (
     PrivateAPI("torch.compiler._is_exporting_flag", _T, "no marks in a program for those who do not have this package"),
     PrivateAPI("torch._dispatch.python.enable_python_dispatcher", _T, "codecs traced for sizes that may be any"),
     PrivateAPI("torch.compiler._is_compiling_flag", _T, "codecs that are traced by us run what is traced by Dynamo"),
+    # graphs of layers
+    PrivateAPI("torch._functorch.config.patch", _T, "a graph is divided as it was traced"),
+    PrivateAPI("torch._guards.TracingContext", _T, "the sizes of a graph that is divided"),
+    PrivateAPI("torch._ops.OpOverload", _T, "torch's own binding of an op; of its _schema, the name and types"),
+    PrivateAPI("torch._C._nn", _T, "where some bindings are"),
     # transformers
     PrivateAPI("transformers.LlamaConfig()._attn_implementation", _H, "which attention a module runs"),
     *(PrivateAPI(f"transformers.integrations.moe.{name}", _H, "experts: the products that stock would run here")

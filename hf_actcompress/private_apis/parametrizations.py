@@ -28,8 +28,9 @@ def registered_without_writing(parametrizations: Any) -> None:
 @cache
 def _counted_writes(swapping: bool) -> int:
     """What a registration adds to the version counter; `swapping` is torch's setting for all conversions."""
-    module = nn.Linear(1, 1, device="cpu")
-    weight = module.weight
+    # no layer of torch, whose weights would be drawn from the user's generator
+    module, weight = nn.Module(), nn.Parameter(torch.zeros(1, device="cpu"))
+    module.weight = weight
     before = weight._version
     register_parametrization(module, "weight", nn.Identity())
     return weight._version - before

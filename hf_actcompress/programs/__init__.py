@@ -3,8 +3,8 @@
 The layer's code runs once on tensors without data and is written down (`tracing`, `recorder`: a `Tape` of steps). The
 tape becomes one program (`whole`), or is cut at its attentions into programs (`schedule`). Each program becomes
 straight-line code for forward and backward (`emit`, `program`), with a rule for every operation (`operations`,
-`arithmetic`). An ordinary call of the layer runs its programs, any other call runs leaf by leaf (`layer`). Programs are
-used only after a trial has shown that they are right (`proof`).
+`arithmetic`). An ordinary call of the layer runs its programs, any other call runs module by module (`layer`). Programs
+are used only after a trial has shown that they are right (`proof`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def find_program(
     """
     if not config.programs or not isinstance(layer, GradientCheckpointingLayer):
         return None
-    if config.tiled_mlp:
+    if config.always_in_tiles:
         return _leaf_by_leaf("programs compute all rows at once, which tiled_mlp does not want")
     if not config.selective and any(map(calls_eager, layer.modules())):
         return _leaf_by_leaf("its eager attention would run again in backward, which selective=False does not want")
@@ -63,8 +63,11 @@ def _programs_of(layer: nn.Module) -> LayerPrograms:
 
 def is_outdated(layer: nn.Module) -> bool:
     """Whether a layer runs as programs that were written down when it had other modules inside."""
-    return isinstance(layer, ProgramLayerMixin) and not layer.actcompress.programs.look.has_all_of(layer)  # type: ignore[union-attr]
+    if not isinstance(layer, ProgramLayerMixin) or layer.actcompress is None:
+        return False
+    programs = layer.actcompress.programs
+    return isinstance(programs, LayerPrograms) and not programs.look.has_all_of(layer)
 
 
 def _leaf_by_leaf(reason: str) -> Declined:
-    return Declined(Role.LAYER, f"{reason}; it runs leaf by leaf")
+    return Declined(Role.LAYER, f"{reason}; it runs module by module")

@@ -17,7 +17,6 @@ from torch.utils.checkpoint import checkpoint
 
 from ..codecs import Codec
 from ..models.checkpointing import checkpoint_without_cache
-from ..ops.autocast import without_autocast
 from ..ops.first_order import once_differentiable
 from ..private_apis import bare_apply
 from ..records import current, saved_next
@@ -122,7 +121,7 @@ class CheckpointedFunction(torch.autograd.Function):
     @staticmethod
     @partial(once_differentiable, always=True)
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        if grads.count(None) == len(grads):
+        if all([dy is None for dy in grads]):
             return no_gradients(ctx, ctx.stages)
         plan: ProgramPlan = ctx.made.plan
         saved = list(ctx.saved_tensors)
@@ -133,15 +132,14 @@ class CheckpointedFunction(torch.autograd.Function):
         if ctx.left is not None:
             ctx.left.check(saved, handed, plan.layouts)
         *inputs, state = put_together(saved, ctx.slots, ctx.count)
-        with without_autocast(grads):
-            inputs[0] = opened(inputs[0])
-            drawn = nullcontext() if state is None else replayed_rng(state, inputs[0].device)
-            with drawn, running(plan.differentiates):
-                values = list(ctx.made.again(*inputs))
-            inputs.clear()
-            # the code frees each value as soon as it can
-            values.reverse()
-            values.extend(handed)
-            handed.clear()
-        found = run_backward(plan.backward, plan.differentiates, stages_of(ctx), values, grads, without)
+        inputs[0] = opened(inputs[0])
+        drawn = nullcontext() if state is None else replayed_rng(state, inputs[0].device)
+        with drawn, running(plan.differentiates):
+            values = list(ctx.made.again(*inputs))
+        inputs.clear()
+        # the code frees each value as soon as it can
+        values.reverse()
+        values.extend(handed)
+        handed.clear()
+        found = run_backward(plan.backward, plan.differentiates, stages_of(ctx), values, without)
         return (None, None, None, None, None, None, None, *found)

@@ -1,7 +1,7 @@
-"""Patched layers: calls that the programs know run as programs, all other calls run leaf by leaf.
+"""Patched layers: calls that the programs know run as programs, all other calls run module by module.
 
-Every layer checks every call in every step, so the check has to be cheap. Leaf by leaf means the stock forward of the
-layer over its patched children, with the same numbers.
+Every layer checks every call in every step, so the check has to be cheap. Module by module means the stock forward
+of the layer over its patched children, with the same numbers.
 """
 
 from __future__ import annotations
@@ -15,18 +15,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..codecs import IDENTITY, Codec
 from ..models.arguments import cache_in
 from ..modules.base import ModuleMixin, Settings, has_hooks, is_sharded, recording
 from ..modules.checkpoint import (
     CHECKPOINT_FUNCTION,
     WITH_ATTENTION,
     CheckpointSettings,
+    KeptInput,
     forward_after_unpatching,
     function_of,
 )
+from ..modules.tiled import tiles_if_checkpointed
 from ..ops.autocast import autocast_dtype
 from ..private_apis import FakeTensor
+from ..records import checkpointed as is_checkpointed
 from .arguments import forward_names
 from .checkpoint import is_plain
 from .layer_code import LayerCode
@@ -57,7 +59,7 @@ class LayerSettings(Settings):
         function: The checkpoint function that the model was given, or None: a compiler finds it here.
     """
 
-    programs: LayerPrograms
+    programs: Any
     kept: CheckpointSettings | None = None
     function: Any = None
 
@@ -75,7 +77,7 @@ class ProgramLayerMixin(ModuleMixin):
             return forward_after_unpatching(self, *args, **kwargs)
         settings = self.actcompress
         if settings is not None and not torch.compiler.is_compiling():
-            found = settings.programs.run(self, args, kwargs)
+            found = None if _in_tiles(self, args) and is_checkpointed() else settings.programs.run(self, args, kwargs)
             if found is not None:
                 return found[0]
         return super().forward(*args, **kwargs)
@@ -88,7 +90,7 @@ class ProgramLayerMixin(ModuleMixin):
             # torch 2.11 cannot trace a look into __dict__ for the name of a property
             return settings.function  # type: ignore[no-any-return]
         checkpoint = function_of(self, kept)
-        if settings is None or torch.compiler.is_compiling() or (kept is not None and kept.keeps == WITH_ATTENTION):
+        if settings is None or torch.compiler.is_compiling():
             return checkpoint
         # a checkpoint function other than torch's plain one runs unchanged, as the user has set it up
         plain = is_plain(self.__dict__[CHECKPOINT_FUNCTION])
@@ -106,13 +108,17 @@ class ProgramLayerMixin(ModuleMixin):
         """``checkpoint(layer, *args)``, where `layer` is a partial of this layer's forward, or of a call of it."""
         settings = self.actcompress
         # without args `layer` is a call of the layer, which would run its hooks, too
-        if settings is not None and (layer.args or not has_hooks(self)):
-            codec = IDENTITY if kept is None else kept.codec
-            found = settings.programs.run(self, args, layer.keywords, codec)
+        if settings is not None and (layer.args or not has_hooks(self)) and not _in_tiles(self, args):
+            keeps = KeptInput() if kept is None else KeptInput(kept.codec, kept.keeps == WITH_ATTENTION)
+            found = settings.programs.run(self, args, layer.keywords, keeps)
             if found is not None:
-                settings.programs.look.refuse_merges(found[0])
                 return found[0]
         return checkpoint(layer, *args)
+
+
+def _in_tiles(layer: nn.Module, args: tuple[Any, ...]) -> bool:
+    """Whether a checkpointed call runs module by module, because programs and plans compute all rows at once."""
+    return bool(args) and isinstance(args[0], Tensor) and tiles_if_checkpointed(layer, args[0])
 
 
 @dataclass
@@ -126,7 +132,7 @@ class LayerPrograms:
         names: The names of the layer's arguments behind the first one, in order.
         look: What the layer is made of, which each call checks.
         calls: How many calls ran as programs.
-        leaf_calls: How many calls with gradients went leaf by leaf.
+        leaf_calls: How many calls with gradients went module by module.
         why: Why the last of these did.
     """
 
@@ -155,12 +161,15 @@ class LayerPrograms:
         )
 
     def run(
-        self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], checkpointed: Codec | None = None
+        self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], keeps: KeptInput | None = None
     ) -> tuple[Any] | None:
-        """What the layer returns, in a tuple; None for a call that goes leaf by leaf.
+        """What the layer returns, in a tuple; None for a call that goes module by module.
 
-        `checkpointed` is the codec through which its input is kept, if all else is to be made again in backward.
+        `keeps` is what it keeps of its input, if all else is to be made again in backward.
         """
+        if keeps is not None and keeps.attention:
+            return None
+        checkpointed = None if keeps is None else keeps.codec
         if len(args) != 1:
             if not args or len(args) > 1 + len(self.names):
                 return self._leaf_by_leaf("it has other arguments than its forward")
@@ -185,11 +194,16 @@ class LayerPrograms:
         found = code.run(x, weights, kwargs, is_sharded(layer), checkpointed)
         if found is None and checkpointed is None:
             return self._leaf_by_leaf("its attention or its mask is none that programs know")
-        self.calls += found is not None
+        if found is not None:
+            self.calls += 1
+            # weights are read again in backward, if only to be cast
+            again = checkpointed is not None or dtypes[1] is not None
+            if self.look.adapters and (again or is_checkpointed()):
+                self.look.refuse_merges(found[0])
         return found
 
     def _leaf_by_leaf(self, why: str) -> tuple[Any] | None:
-        """Note for the report why a call goes leaf by leaf. Calls without gradients keep nothing, and do not count."""
+        """Note for the report why a call goes module by module. Calls without gradients do not count."""
         if torch.is_grad_enabled():
             self.leaf_calls, self.why = self.leaf_calls + 1, why
         return None

@@ -12,22 +12,20 @@ from typing import Any
 
 from torch import nn
 
-from ..modules.base import HOOKS, are_wanted, stock_type
+from ..modules.base import HOOKS, are_wanted, own_attributes, stock_type
 from ..ops.snapshot import MERGED, refuse_merges
 from ..private_apis import as_in_first_run, hooks_on_every_module
 from ..records import current
+from .own_attention import UNREAD
 
-# attributes of modules that are recorded and may change later: rates of dropout, caps, which adapters are on
-_STATE = (
-    "training", "is_causal", "p", "dropout", "attention_dropout", "dropout_prob", "activation_dropout",
-    "attn_logit_softcapping", "sliding_window",
-    "_disable_adapters", "_active_adapter", "merged_adapters", "scaling",
-)  # fmt: skip
+# where PEFT keeps which adapters are on, and their factors
+_ADAPTERS = ("_disable_adapters", "_active_adapter", MERGED, "scaling")
 # what a module runs in place of its class's call: `nn.Module.compile` sets it, and so do reports for a moment
 _CALL = "_compiled_call_impl"
 # the attribute of a config that says which attention function is called
 _ATTENTION = "_attn_implementation_internal"
-_PLAIN = (bool, float, int, str, list, dict)
+# values of attributes that a module's code may read: rates of dropout, constants of norms and activations, caps
+_PLAIN = (bool, float, int, str, type(None))
 
 
 @dataclass
@@ -40,29 +38,27 @@ class Look:
         functions: Classes of modules, and the names and values of functions that their code calls. Other libraries
             may exchange them, or the forward of the class.
         forwards: The forward of each of these classes.
+        adapters: The modules that may merge an adapter into a weight.
     """
 
     children: list[tuple[nn.Module, str, nn.Module]]
     attributes: list[tuple[Any, str, Any]]
     functions: list[tuple[type[nn.Module], str, Any]]
     forwards: list[tuple[type[nn.Module], Any]]
+    adapters: list[nn.Module]
     # the same as lists of dictionaries, names and values, which are fast to compare
     _fast: tuple[Any, ...] | None = None
 
     @classmethod
     def at(cls, layer: nn.Module) -> Look:
-        # the layer is recorded in training mode, whatever mode it is in now
-        attributes: list[tuple[Any, str, Any]] = [
-            (module, name, True if name == "training" else copy.copy(vars(module)[name]))
-            for module in layer.modules()
-            for name in _STATE
-            if isinstance(vars(module).get(name), _PLAIN)
-        ]
+        attributes = [(module, *item) for module in layer.modules() for item in _read(module)]
         configs = {id(c): c for m in layer.modules() if (c := vars(m).get("config")) is not None}
         attributes += [(c, _ATTENTION, vars(c)[_ATTENTION]) for c in configs.values() if _ATTENTION in vars(c)]
         classes = dict.fromkeys(stock_type(module) for module in layer.modules())
         functions = [(kind, name, value) for kind in classes for name, value in _called(kind)]
-        return cls(list(_children(layer)), attributes, functions, [(kind, kind.forward) for kind in classes])
+        adapters = [module for module, name, _ in attributes if name == MERGED]
+        forwards = [(kind, kind.forward) for kind in classes]
+        return cls(list(_children(layer)), attributes, functions, forwards, adapters)
 
     def __getstate__(self) -> dict[str, Any]:
         # a copy looks its own modules up
@@ -73,11 +69,18 @@ class Look:
         return [child for _, _, child in _children(layer)] == [child for _, _, child in self.children]
 
     def holds(self) -> bool:
-        """Whether all modules are where they were and as they were, and no hook wants to see a call of one."""
+        """Whether all modules are where they were and as they were, and no hook wants to see a call of one.
+
+        Where a checkpointed region runs again, whether it was so in the first run: the program knows the modules as
+        they were then.
+        """
+        return as_in_first_run(self, Look._holds)
+
+    def _holds(self) -> bool:
         hooks, states, places, names, values = self._fast or self._prepared()
         if any([kind.forward is not forward for kind, forward in self.forwards]):
             return False
-        if as_in_first_run(hooks, _hooked):
+        if _hooked(hooks):
             return False
         if any(map(dict.get, states, repeat("forward"))):
             return False
@@ -86,8 +89,8 @@ class Look:
         return values == list(map(dict.get, places, names))  # type: ignore[no-any-return]
 
     def refuse_merges(self, outputs: Any) -> None:
-        """Let the backward of a layer that computes it again raise an error if an adapter has been merged by then."""
-        refuse_merges([module for module, name, _ in self.attributes if name == MERGED], outputs)
+        """Let the backward of a layer that is computed again raise an error if an adapter has been merged by then."""
+        refuse_merges(self.adapters, outputs)
 
     def _prepared(self) -> tuple[Any, ...]:
         states = [vars(child) for _, _, child in self.children]
@@ -104,6 +107,16 @@ class Look:
 
 def _hooked(hooks: list[dict[int, Any]]) -> bool:
     return hooks_on_every_module() or (any(hooks) and any(map(are_wanted, hooks)))
+
+
+def _read(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Names and values of the attributes that the module's code may read."""
+    # the layer is recorded in training mode, whatever mode it is in now
+    yield "training", True
+    for name, value in own_attributes(module).items():
+        public = name[0] != "_" and name not in UNREAD and isinstance(value, _PLAIN)
+        if public or (name in _ADAPTERS and isinstance(value, (*_PLAIN, list, dict))):
+            yield name, copy.copy(value)
 
 
 def _children(layer: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Module]]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..modules.leaves import ActivationMixin, DropoutMixin, LayerNormMixin, LinearMixin, RMSNormMixin
+from ..modules.leaves import ActivationMixin, DropoutMixin, LayerNormMixin, LinearMixin, RMSNormMixin, as_it_is
 from ..modules.recomputed import RecomputedMixin
 from .broadcast import Shift
 from .operations import LayerNorm, Linear, RMSNorm
@@ -27,8 +27,9 @@ def operation_of(module: Any) -> Operation | None:
     if isinstance(module, LayerNormMixin):
         return LayerNorm(tuple(module.normalized_shape), module.eps)
     if isinstance(module, ActivationMixin):
+        found = as_it_is(module) if settings.keeps == "input" else None
         # the module of the copy without data will do: an activation has no weights
-        return Activation(module, settings.kind, settings.constants) if settings.keeps == "input" else None
+        return Activation(module, settings.kind, found[1]) if found is not None else None
     if isinstance(module, RecomputedMixin):
         whole = not module._modules and not module._buffers
         return Recomputed(OwnCode(module)) if whole else None

@@ -23,8 +23,8 @@ from .emit import CallSetting, Emitter
 from .step import Operation, Step
 
 _PLAIN = (bool, int, float, str)
-# attributes that no attention function reads; without them, layers can share their code
-_NOTHING = ("layer_idx", "gradient_checkpointing", "_is_hf_initialized")
+# attributes that no forward inside of a layer reads, so that layers can share their code; a cache reads the index
+UNREAD = ("layer_idx", "gradient_checkpointing", "_is_hf_initialized")
 
 
 class AttentionCode:
@@ -39,7 +39,7 @@ class AttentionCode:
     def __init__(self, function: Callable[..., Any], module: nn.Module, options: tuple[tuple[str, Any], ...]) -> None:
         self.function, self.kind, self.options = function, stock_type(module), options
         own = {name: value for name, value in vars(module).items() if isinstance(value, _PLAIN)}
-        self.state = {name: value for name, value in own.items() if name not in _NOTHING}
+        self.state = {name: value for name, value in own.items() if name not in UNREAD}
 
     @property
     def draws(self) -> bool:

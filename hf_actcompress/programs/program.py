@@ -156,7 +156,7 @@ class ProgramFunction(torch.autograd.Function):
     @staticmethod
     @partial(once_differentiable, always=True)
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        if grads.count(None) == len(grads):
+        if all([dy is None for dy in grads]):
             return no_gradients(ctx, ctx.stages)
         plan, saved = ctx.plan, list(ctx.saved_tensors)
         without: frozenset[int] = frozenset()
@@ -173,5 +173,5 @@ class ProgramFunction(torch.autograd.Function):
         saved.reverse()
         saved.extend(handed)
         handed.clear()
-        found = run_backward(plan.backward, plan.differentiates, stages_of(ctx), saved, grads, without)
+        found = run_backward(plan.backward, plan.differentiates, stages_of(ctx), saved, without)
         return (None, None, None, None, None, None, *found)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ..ops.autocast import autocast_off, without_autocast
+from ..ops.autocast import autocast_off
 from ..ops.first_order import once_differentiable
 from ..private_apis import accumulation_hooks, bare_apply, below_autograd
 
@@ -84,6 +84,7 @@ class Stages:
     """
 
     def __init__(self, stops: Stops, inputs: Sequence[Tensor | None]) -> None:
+        self.stops = stops
         last = {*range(len(inputs))}.difference(*stops)
         self._places = (*stops, tuple(sorted(last)))
         self._count = len(inputs)
@@ -181,15 +182,14 @@ def run_backward(
     differentiates: bool,
     stages: Stages | None,
     saved: list[Any],
-    grads: Sequence[Tensor | None],
     without: frozenset[int],
 ) -> tuple[Tensor | None, ...]:
     """The gradients of a program's inputs; if its backward stops (`stages`), only those of its first stage.
 
-    `saved` is the list that the code takes, `grads` what autograd gave, `without` the inputs that get no gradient.
+    `saved` is the list that the code takes, `without` are the inputs that get no gradient.
     """
     if stages is not None:
         return stages.begin(backward, differentiates, saved, without)
-    with without_autocast(grads), running(differentiates):
+    with running(differentiates):
         found: tuple[Tensor | None, ...] = backward(saved)
     return found if not without else tuple(None if i in without else x for i, x in enumerate(found))

@@ -84,7 +84,7 @@ class Tape:
     def key(self, sizes: bool = True) -> Hashable:
         """Layers of the same key do the same with their tensors; without sizes, perhaps with tensors of other sizes."""
         entries = tuple(entry.key(sizes) for entry in self.entries)
-        metas = tuple(tuple(meta.shape) if sizes else meta.dtype for meta in self.metas)
+        metas = tuple((tuple(meta.shape) if sizes else (), meta.dtype) for meta in self.metas)
         return tuple(self.inputs.items()), tuple(self.parameters.items()), entries, self.result, self.returns, metas
 
     @property

@@ -26,9 +26,9 @@ from ..models.source import names_in
 from ..modules.adapter import AdapterMixin
 from ..modules.attention import AttentionMixin
 from ..modules.base import HOOKS, PatchedModule, is_sharded, settings_of, stock_type, unpatch_instance
-from ..modules.gated_mlp import FusedGatedMLPMixin, SplitGatedMLPMixin, T5GatedMLPMixin
 from ..modules.leaves import OwnLinearMixin
 from ..modules.selective import SelectiveMixin
+from ..modules.tiled import TiledMixin
 from ..private_apis import FakeTensor, without_dispatch_modes
 from ..roles import Role
 from .arguments import ENCODED_MASK, arguments, configs_of, dtype_of, further_arguments, head_width, width_of
@@ -45,7 +45,7 @@ _SPY = "hf_actcompress_recorder"
 # roles of layers as a whole
 OF_LAYERS = (Role.LAYER, Role.CHECKPOINT_INPUT)
 # patched modules whose stock code is recorded
-_OWN_CODE = (AttentionMixin, SplitGatedMLPMixin, FusedGatedMLPMixin, T5GatedMLPMixin, AdapterMixin)
+_OWN_CODE = (AttentionMixin, TiledMixin, AdapterMixin)
 _AGAIN = "its attention runs again in backward, out of what linear layers return"
 # the attribute of a config that holds the recorder of its module
 _RECORDING = "actcompress_recording"

@@ -19,8 +19,8 @@ much that is; this share stands for it where no step is replayed: in the formula
 """
 
 ADVICE = (
-    f"tight: less than {HEADROOM:.0%} of the card are left for fragmentation. "
-    "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True makes that less"
+    f"tight: less than {HEADROOM:.0%} of the card is left for fragmentation. "
+    "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True reduces fragmentation"
 )
 
 
@@ -31,5 +31,7 @@ def usable(budget: int, headroom: float) -> int:
         UnknownOptionError: The share is not in [0, 1).
     """
     if not 0 <= headroom < 1:
-        raise UnknownOptionError("headroom", str(headroom), ("a share of the card from 0 to less than 1",))
+        raise UnknownOptionError(
+            "headroom", str(headroom), ("a share of the card from 0 to less than 1",), refused=True
+        )
     return int(budget * (1 - headroom))

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from ..versions import version_of
 from .cards import CARDS
+from .colours import COLOURS
 from .config_rules import rules
 from .headroom import HEADROOM
 from .question import classes
-from .strategies import STRATEGIES
+from .strategies import STRATEGIES, TIMES
 
 _HERE = Path(__file__).parent
 
@@ -21,10 +23,13 @@ def page() -> str:
         "rules": rules(),
         "presets": json.loads((_HERE / "presets.json").read_text(encoding="utf-8")),
         "strategies": STRATEGIES,
+        "times": TIMES,
         "cards": {name: mebibytes * 2**20 for name, mebibytes in CARDS.items()},
         "headroom": HEADROOM,
+        "colours": COLOURS,
     }
     parts = {
+        "/*VERSION*/": version_of("hf-actcompress") or "from its source",
         "/*STYLE*/": _resource("style.css"),
         # no text of the data may end the script
         "/*DATA*/": f"const DATA = {json.dumps(data, separators=(',', ':'))};".replace("</", "<\\/"),

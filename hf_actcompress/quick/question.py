@@ -16,8 +16,10 @@ from ..errors import ModelConfigError, UnknownOptionError
 from .config_rules import check_config
 from .formula import QuickEstimate, evaluate
 from .optimizers import FOREACH, OF_TRAINER
+from .strategies import STRATEGIES
 
 _FOLDER = Path(__file__).parent / "data"
+_NAMES = tuple(path.stem for path in sorted(_FOLDER.glob("*.json")))
 
 SHORT_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
 _QUANTIZED = {"nf4": "qlora", "int8": "int8"}
@@ -25,6 +27,8 @@ _QUANTIZED = {"nf4": "qlora", "int8": "int8"}
 MOST_UNPACKED = 0.2
 # bytes of a packed weight: 4 bits, a byte per 64 of them, and fp32 per 256 of these; or 8 bits
 _PACKED = {"qlora": 1 / 2 + 1 / 64 + 4 / (64 * 256), "int8": 1.0}
+# mode in which the head is trained -> bytes of a logit
+_TRAINED = {"fp32": 4, "bf16": 2, "autocast": 2}
 # the rank of peft's LoraConfig
 LORA_RANK = 8
 # the grouped products of experts read rows that begin at multiples of 16 bytes
@@ -36,10 +40,14 @@ _WITHOUT_PADDING = ("GPT2LMHeadModel",)
 _LEAST_TILE = 256
 
 
-@cache
 def classes() -> dict[str, dict[str, Any]]:
     """Architecture class -> its data."""
-    return {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(_FOLDER.glob("*.json"))}
+    return {name: _data(name) for name in _NAMES}
+
+
+@cache
+def _data(name: str) -> dict[str, Any]:
+    return dict(json.loads((_FOLDER / f"{name}.json").read_text(encoding="utf-8")))
 
 
 @dataclass(frozen=True)
@@ -92,7 +100,15 @@ class Question:
         row, known = OF_TRAINER.get(optimizer, optimizer), (FOREACH, *self.data["optimizers"])
         if row not in known:
             raise UnknownOptionError("optimizer", optimizer, [*known, *OF_TRAINER])
-        return evaluate(self.data, cases[strategy], row, {**self.sizes, "batch": batch_size, "seq": seq_len})
+        sizes = {**self.sizes, "batch": batch_size, "seq": seq_len, "logits_itemsize": self._logits_itemsize(strategy)}
+        return evaluate(self.data, cases[strategy], row, sizes)
+
+    def _logits_itemsize(self, strategy: str) -> int:
+        """Bytes of a logit that the head may keep to backward; 0 if it keeps none."""
+        preset = STRATEGIES[strategy][0]
+        if preset in (None, "offload") or self.data["task"] == "classification":
+            return 0
+        return _TRAINED.get(self.key.split("/")[-1], 0)
 
     @property
     def packed_share(self) -> float | None:
@@ -141,7 +157,7 @@ def question(
     """
     check_config(config)
     name = _class_of(config)
-    data = classes()[name]
+    data = _data(name)
     values = {**data["defaults"], **config}
     check_config(values)
     _check_structure(name, data, values)
@@ -162,11 +178,12 @@ def question(
 
 
 def _class_of(config: Mapping[str, Any]) -> str:
-    known = classes()
     stated = config.get("architectures") or []
     for name in stated:
-        if name in known:
+        # the data of all others would take longer to read than the answer to compute
+        if name in _NAMES:
             return str(name)
+    known = classes()
     same = [name for name, data in known.items() if data["model_type"] == config.get("model_type")]
     if same and not stated:
         return min(same, key=lambda name: known[name]["task"] == "classification")

@@ -7,8 +7,9 @@ of its own. This package is the only code that stores anything on `ctx`.
 
 from __future__ import annotations
 
-from ._current import current, hooked, stock_only
+from ._current import current, stock_only
 from .hooks import kept_through
+from .module_hooks import ModuleHooks, may_write, places_of
 from .nested import is_foreign, tensors_in, without_inference
 from .net import netted
 from .outside import hooks_outside
@@ -51,6 +52,7 @@ from .storages import storage_sizes, storages_of
 __all__ = [
     "Derived",
     "Forward",
+    "ModuleHooks",
     "Padding",
     "Pending",
     "Recipe",
@@ -69,7 +71,6 @@ __all__ = [
     "encoded",
     "forget",
     "frame",
-    "hooked",
     "hooks_outside",
     "in_frame",
     "is_dropped",
@@ -83,10 +84,12 @@ __all__ = [
     "load",
     "load_one",
     "load_packed",
+    "may_write",
     "netted",
     "padding_in",
     "padding_of",
     "parameter",
+    "places_of",
     "record_in_order_of",
     "record_of",
     "repeated_rows_of",

@@ -76,6 +76,19 @@ class Watching(Protocol):
         ...
 
 
+class Hooking(Protocol):
+    """The hooks that the modules of a model had when its forward began.
+
+    `may_write`: whether some may write on outputs where autograd does not see it.
+    """
+
+    may_write: bool
+
+    def on(self) -> AbstractContextManager[None]:
+        """A context in which the modules have these hooks again."""
+        ...
+
+
 class _Current(threading.local):
     def __init__(self) -> None:
         self.net: Netting | None = None
@@ -85,23 +98,13 @@ class _Current(threading.local):
         self.declared: list[tuple[Tensor, Any]] | None = None
         # patched modules run their stock code, because what they would save is gone when this block ends
         self.stock_only = False
-        # hooks may write on outputs where autograd does not see it, so ops keep their inputs
-        self.hooked = False
+        # the hooks of the modules of the forward in progress; None outside of one
+        self.hooks: Hooking | None = None
         # a linear layer whose output nobody reads: only its gradient is used
         self.unread: object = None
 
 
 current = _Current()
-
-
-@contextmanager
-def hooked(found: bool) -> Iterator[None]:
-    """A context for a forward in which hooks of the user may write on outputs, if there are some."""
-    before, current.hooked = current.hooked, found
-    try:
-        yield
-    finally:
-        current.hooked = before
 
 
 @contextmanager

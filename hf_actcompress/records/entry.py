@@ -65,7 +65,7 @@ class Entry:
         y, record = self.tensor(), self.record
         if y is None or y._version != version:
             return
-        if isinstance(record, Derived) and record.recipe.uses and not self.derivations:
+        if isinstance(record, Derived) and record.recipe.uses:
             order = y.detach().as_strided(self.shape, self.stride)
             record.recipe.recompute = partial(_as_it_is, order, y._version)
 

@@ -26,6 +26,7 @@ from torch.nn import Parameter
 from ..codecs import IDENTITY, Codec
 from ._current import current
 from .entry import Entry
+from .module_hooks import region_begins
 from .outside import hooks_outside
 from .padding import is_dropped, keep, keep_later, padding_in, rows_left_out
 from .record import Derived, Recipe, Record, Stored
@@ -62,6 +63,7 @@ def _entries() -> dict[_Key, Entry]:
         _state.entries.clear()
         # compared by identity through a weak reference, because Python reuses ids
         _state.hooks = None if hook is None else _reference(hook)
+        region_begins(hook)
     return _state.entries
 
 

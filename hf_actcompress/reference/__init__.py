@@ -13,7 +13,7 @@ from .gated_mlp import gated_product, gated_product_and_bwd, gated_product_bwd
 from .int_group import int_group_grad_weight, int_group_pack, int_group_unpack
 from .layer_norm import layer_norm_bwd, layer_norm_fwd
 from .linear import linear_bwd, linear_fwd
-from .linear_cross_entropy import cross_entropy_fwd, linear_cross_entropy_bwd, linear_cross_entropy_fwd
+from .linear_cross_entropy import linear_cross_entropy_bwd, linear_cross_entropy_fwd
 from .packed_attention import packed_attention_bwd, packed_attention_fwd
 from .packed_kernels import packed_kernel
 from .rms_norm import RMS_NORM_FORMULAS, rms_norm_bwd, rms_norm_fwd, rms_norm_rebuild
@@ -31,7 +31,6 @@ __all__ = [
     "attention_fwd",
     "conv2d_bwd",
     "conv2d_fwd",
-    "cross_entropy_fwd",
     "draws_like_any",
     "dropout_fwd",
     "dropout_replay",

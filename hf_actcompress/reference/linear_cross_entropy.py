@@ -1,4 +1,4 @@
-"""Cross entropy of h W^T + b per row, in chunks: the logits exist one chunk at a time, forward and backward.
+"""Cross entropy of h W^T + b per row, in chunks: of rows in the forward, of the vocabulary in backward.
 
 `pointwise` are the functions that the model applies to the logits before its loss (a cast to fp32, a softcap).
 """
@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .device_rules import on_cpu
-from .logits_chunks import Pointwise, applied, bounds_of, chunks, whole_chunks
+from .logits_chunks import Pointwise, applied, bounds_of, chunks, row_chunks, row_pieces
 
 Losses = tuple[Tensor, Tensor, Tensor]
 
@@ -24,7 +24,7 @@ FEW_ROWS = 16
 
 def _wide(x: Tensor) -> Tensor:
     """x in fp32; fp64 stays."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+    return x.to(_wide_dtype(x))
 
 
 def _sum_dtype(x: Tensor) -> torch.dtype:
@@ -32,50 +32,102 @@ def _sum_dtype(x: Tensor) -> torch.dtype:
     return torch.float32 if x.device.type == "mps" else torch.float64
 
 
+def _wide_dtype(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
 def _column_sums(dx: Tensor) -> Tensor:
     """The sums of dx's columns: in fp64 on a CPU; in fp32, as in stock, on a device, where for fp64 torch copies dx."""
     return dx.sum(0, dtype=_sum_dtype(dx) if on_cpu(dx) else torch.promote_types(dx.dtype, torch.float32))
 
 
-def _logits(h: Tensor, weight: Tensor, bias: Tensor | None, columns: slice) -> tuple[Tensor, Tensor]:
-    """One chunk of logits [K, C] in h's dtype, and the chunk of the weight [C, D] that they are computed from."""
-    part = weight[columns].to(h.dtype)
-    return F.linear(h, part, bias[columns].to(h.dtype) if bias is not None else None), part
-
-
-def cross_entropy_fwd(
-    logits: Tensor, rows: Tensor | None, target: Tensor, pointwise: Pointwise, dtype: torch.dtype
-) -> Losses:
-    """Losses [K] in `dtype`, the maximum and the log of the sum of exponentials [K] of each row, from whole logits.
+def linear_cross_entropy_fwd(
+    h: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    pointwise: Pointwise,
+    dtype: torch.dtype,
+    logits: Tensor | None,
+    rows: Tensor | None,
+    scale: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Losses [K] in `dtype`, maximum and log of the sum of exponentials [K] of each row, and the gradient of h.
 
     Args:
-        logits: ``[M, V]``, as the head made them.
-        rows: ``[K]`` int64, the rows of the logits that count; None for all.
+        h: ``[K, D]`` in the dtype of the logits.
+        weight: ``[V, D]``.
+        bias: ``[V]`` or None.
         target: ``[K]`` int64, `NO_TARGET` for a row without a target.
         pointwise: Applied to each chunk.
         dtype: The dtype in which torch's log_softmax computes the losses.
+        logits: ``[M, V]`` as the head made them, if they exist.
+        rows: ``[K]`` int64, the rows of `logits`; None for all.
+        scale: ``[]``, by which the gradient [K, D] of the sum of all losses is multiplied. It is computed in fp32 (fp64
+            for fp64). None: no gradient.
     """
-    return whole_fwd(_row_statistics, logits, rows, target, pointwise, dtype)
+    return by_rows_fwd(_row_statistics, _softmax_grad, h, weight, bias, target, pointwise, dtype, logits, rows, scale)
 
 
-def whole_fwd(
+def by_rows_fwd(
     statistics: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
-    logits: Tensor,
+    softmax_grad: Callable[..., Tensor],
+    h: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    target: Tensor,
+    pointwise: Pointwise,
+    dtype: torch.dtype,
+    logits: Tensor | None,
     rows: Tensor | None,
+    scale: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """`linear_cross_entropy_fwd` with two functions of some rows of logits: those of this file, or kernels."""
+    if logits is None or scale is not None:
+        weight, bias = weight.to(h.dtype), bias.to(h.dtype) if bias is not None else None
+    dh = torch.zeros_like(h, dtype=_wide_dtype(h)) if scale is not None else None
+    parts: list[Losses] = []
+    for part in row_chunks(h, weight.size(0)):
+        if logits is None:
+            x = head_logits(h[part], weight, bias)
+        else:
+            x = logits[part] if rows is None else logits.index_select(0, rows[part])
+        found = _row_losses(statistics, x, target[part], pointwise, dtype)
+        parts.append(found)
+        if dh is not None and scale is not None:
+            of_each = scale.to(found[1].dtype).repeat(x.size(0))
+            own = logits is None or rows is not None
+            dx = _product_grad(softmax_grad, x, target[part], 0, *found[1:], of_each, pointwise, own)
+            del x
+            _accumulate_by_columns(dh[part], dx, weight)
+            del dx
+        else:
+            del x  # otherwise it is in memory while the next one is made
+    losses, maximum, log_sum = _joined(parts, h, dtype)
+    return losses, maximum, log_sum, dh
+
+
+def head_logits(h: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """h W^T + b [K, V] from h [K, D], of few rows summed in the same order as of many."""
+    return F.linear(_in_blocks(h), weight, bias)[: h.size(0)]
+
+
+def _row_losses(
+    statistics: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]],
+    x: Tensor,
     target: Tensor,
     pointwise: Pointwise,
     dtype: torch.dtype,
 ) -> Losses:
-    """`cross_entropy_fwd` with a function of a chunk of logits: `_row_statistics` or a kernel."""
+    """The losses [K] of x [K, V] by torch's own ops, and the statistics; casts are made of a few rows at a time."""
     parts: list[Losses] = []
-    for part in whole_chunks(logits, target.numel()):
-        x = applied(pointwise, logits[part] if rows is None else logits.index_select(0, rows[part])).to(dtype)
-        log_probabilities = torch.log_softmax(x, 1)
-        losses = F.nll_loss(log_probabilities, target[part], ignore_index=NO_TARGET, reduction="none")
-        parts.append((losses, *statistics(x, log_probabilities)))
-        # otherwise they are in memory while the next chunk is made
-        del x, log_probabilities
-    return _joined(parts, logits, dtype)
+    for piece in row_pieces(x):
+        y = applied(pointwise, x[piece]).to(dtype)
+        log_probabilities = torch.log_softmax(y, 1)
+        losses = F.nll_loss(log_probabilities, target[piece], ignore_index=NO_TARGET, reduction="none")
+        parts.append((losses, *statistics(y, log_probabilities)))
+        del y, log_probabilities
+    return _joined(parts, x, dtype)
 
 
 def _row_statistics(x: Tensor, log_probabilities: Tensor) -> tuple[Tensor, Tensor]:
@@ -95,46 +147,6 @@ def _joined(parts: list[Losses], logits: Tensor, dtype: torch.dtype) -> Losses:
     return losses, maximum, log_sum
 
 
-def linear_cross_entropy_fwd(
-    h: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, pointwise: Pointwise, dtype: torch.dtype
-) -> Losses:
-    """As `cross_entropy_fwd`, from h [K, D], weight [V, D], bias [V], in chunks of the vocabulary: no whole logits."""
-    return chunked_fwd(_softmax_statistics, h, weight, bias, target, pointwise, dtype)
-
-
-def chunked_fwd(
-    statistics: Callable[..., None],
-    h: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    target: Tensor,
-    pointwise: Pointwise,
-    dtype: torch.dtype,
-) -> Losses:
-    """`linear_cross_entropy_fwd` with a function of a chunk of logits: `_softmax_statistics` or a kernel."""
-    wide = torch.promote_types(h.dtype, torch.float32)
-    maximum = torch.full_like(target, -torch.inf, dtype=wide)
-    picked = torch.zeros_like(maximum)
-    # one number per row: fp64 costs almost nothing, and the roundings of many chunks do not add up
-    total = torch.zeros_like(maximum, dtype=_sum_dtype(h))
-    for part in chunks(weight.size(0), h.size(0), h.numel(), bounds_of(h)):
-        x = applied(pointwise, _logits(h, weight, bias, part)[0])
-        statistics(x, target, part.start, maximum, picked, total)
-        del x
-    log_sum = total.log_().to(wide)
-    return (log_sum - (picked - maximum)).to(dtype), maximum, log_sum
-
-
-def _softmax_statistics(x: Tensor, target: Tensor, start: int, maximum: Tensor, picked: Tensor, total: Tensor) -> None:
-    """Update the running statistics [K] in place with logits [K, C], whose first column is column `start`."""
-    x = _wide(x)
-    column, inside = _columns(target, start, x.size(1))
-    picked.copy_(torch.where(inside, x.gather(1, column)[:, 0], picked))
-    larger = torch.maximum(maximum, x.amax(1))
-    total.mul_((maximum - larger).exp_()).add_((x - larger[:, None]).exp_().sum(1))
-    maximum.copy_(larger)
-
-
 def linear_cross_entropy_bwd(
     dlosses: Tensor,
     h: Tensor,
@@ -145,13 +157,14 @@ def linear_cross_entropy_bwd(
     log_sum: Tensor,
     pointwise: Pointwise,
     needs: tuple[bool, bool, bool],
+    logits: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """dh [K, D], dweight [V, D], dbias [V] from dlosses [K], as far as `needs` asks.
 
-    It goes by chunks of the vocabulary. A row of dweight is one dot product over all K, rounded once. dh is a sum over
-    chunks in fp32, and is returned in fp32 if there is more than one.
+    It goes by chunks of the vocabulary, of `logits` [K, V] if these were kept. A row of dweight is one dot product over
+    all K, rounded once. dh is a sum over chunks in fp32, and is returned in fp32 if there is more than one.
     """
-    return chunked_bwd(_softmax_grad, dlosses, h, weight, bias, target, maximum, log_sum, pointwise, needs)
+    return chunked_bwd(_softmax_grad, dlosses, h, weight, bias, target, maximum, log_sum, pointwise, needs, logits)
 
 
 def chunked_bwd(
@@ -165,6 +178,7 @@ def chunked_bwd(
     log_sum: Tensor,
     pointwise: Pointwise,
     needs: tuple[bool, bool, bool],
+    logits: Tensor | None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """`linear_cross_entropy_bwd` with a function of a chunk of logits: `_softmax_grad` or a kernel."""
     dh = torch.zeros_like(h, dtype=maximum.dtype) if needs[0] else None
@@ -172,16 +186,14 @@ def chunked_bwd(
     dbias = torch.empty_like(bias) if needs[2] and bias is not None else None
     scale = dlosses.to(maximum.dtype)
     for part in chunks(weight.size(0), h.size(0), h.numel(), bounds_of(h)):
-        x, weight_part = _logits(h, weight, bias, part)
-        if pointwise:
-            with torch.enable_grad():
-                x.requires_grad_()
-                y = applied(pointwise, x)
-            dy = softmax_grad(y.detach(), target, part.start, maximum, log_sum, scale, False)
-            dx = torch.autograd.grad(y, x, dy)[0]
-            del y, dy
+        weight_part = weight[part].to(h.dtype)
+        if logits is None:
+            x = F.linear(h, weight_part, bias[part].to(h.dtype) if bias is not None else None)
         else:
-            dx = softmax_grad(x, target, part.start, maximum, log_sum, scale, True)
+            x = logits[:, part]
+        dx = _product_grad(
+            softmax_grad, x, target, part.start, maximum, log_sum, scale, pointwise, in_place=logits is None
+        )
         del x
         if dbias is not None:
             dbias[part] = _column_sums(dx)
@@ -193,6 +205,27 @@ def chunked_bwd(
             _accumulate(dh, dx, weight_part)
         del dx, weight_part
     return dh, dweight, dbias
+
+
+def _product_grad(
+    softmax_grad: Callable[..., Tensor],
+    x: Tensor,
+    target: Tensor,
+    start: int,
+    maximum: Tensor,
+    log_sum: Tensor,
+    scale: Tensor,
+    pointwise: Pointwise,
+    in_place: bool,
+) -> Tensor:
+    """The gradient of x [K, C], the head's product from column `start` on. Overwrites x if `in_place` allows it."""
+    if not pointwise:
+        return softmax_grad(x, target, start, maximum, log_sum, scale, in_place)
+    with torch.enable_grad():
+        x = x.detach().requires_grad_()
+        y = applied(pointwise, x)
+    dy = softmax_grad(y.detach(), target, start, maximum, log_sum, scale, False)
+    return torch.autograd.grad(y, x, dy)[0]
 
 
 def _softmax_grad(
@@ -213,15 +246,17 @@ def _columns(target: Tensor, start: int, count: int) -> tuple[Tensor, Tensor]:
 
 
 def _product(dx: Tensor, weight: Tensor) -> Tensor:
-    """dx [K, C] @ weight [C, D], as accurate for the few rows with a target as for all rows of a batch.
+    """dx [K, C] @ weight [C, D], as accurate for the few rows with a target as for all rows of a batch."""
+    return _in_blocks(dx).mm(weight)[: dx.size(0)]
+
+
+def _in_blocks(x: Tensor) -> Tensor:
+    """x [K, C], as the left side of a product; of few rows, with rows of zeros.
 
     On a CPU, MKL sums a product of few rows term by term, which in fp32 loses up to a digit over a vocabulary. With
-    added rows of zeros it sums in blocks.
+    added rows it sums in blocks.
     """
-    rows = dx.size(0)
-    if not _adds_one_by_one(dx):
-        return dx.mm(weight)
-    return F.pad(dx, (0, 0, 0, FEW_ROWS - rows)).mm(weight)[:rows]
+    return F.pad(x, (0, 0, 0, FEW_ROWS - x.size(0))) if _adds_one_by_one(x) else x
 
 
 def _adds_one_by_one(dx: Tensor) -> bool:
@@ -246,3 +281,12 @@ def _accumulate(total: Tensor, dx: Tensor, weight: Tensor) -> None:
         total.add_(_product(wide, weight.to(total.dtype)))
     else:
         total.addmm_(wide, weight.to(total.dtype))
+
+
+def _accumulate_by_columns(total: Tensor, dx: Tensor, weight: Tensor) -> None:
+    """total [K, D] += dx [K, V] @ weight [V, D]; where both are made wider for it, a few columns of dx at a time."""
+    if dx.dtype == total.dtype or _multiplies_into_fp32(dx):
+        _accumulate(total, dx, weight)
+        return
+    for part in chunks(weight.size(0), weight.size(1), dx.numel(), bounds_of(dx)):
+        _accumulate(total, dx[:, part], weight[part])

@@ -12,13 +12,21 @@ from .device_rules import device_rules, on_cpu
 Pointwise = Sequence[Callable[[Tensor], Tensor]]
 
 # elements of one chunk of logits: as many as the hidden states have, within these bounds (1 and 128 MiB in fp32). A sum
-# over chunks is read and written once per chunk. On a GPU that takes as long as the products of a small chunk, so its
-# chunks may be larger (512 MiB in 16 bits). They have 8 MiB at least: a chunk takes a dozen launches, and below that
-# size the host needs longer for them than the GPU. Sizes depend on shapes and not on free memory: a step gives the same
-# bits
-MIN_CHUNK, MAX_CHUNK, MIN_DEVICE_CHUNK, MAX_DEVICE_CHUNK = 1 << 18, 1 << 25, 1 << 22, 1 << 28
+# over chunks is read and written once per chunk, or the weight is read once per chunk. On a GPU that takes as long as
+# the products of a small chunk, so its chunks may be larger (512 MiB in 16 bits). They have 32 MiB at least: a chunk
+# takes a dozen launches, and below that size the host needs longer for them than the GPU. Sizes depend on shapes and
+# not on free memory: a step gives the same bits
+MIN_CHUNK, MAX_CHUNK, MIN_DEVICE_CHUNK, MAX_DEVICE_CHUNK = 1 << 18, 1 << 25, 1 << 24, 1 << 28
+# logits [K, V] of a trained head are kept to backward if they have at most so many bytes, and at most so many times
+# the bytes of the weight's gradient [V, D], which the step needs anyway. Otherwise backward makes them again
+KEPT_BYTES, KEPT_GRADIENTS = 1 << 28, 2
 # chunks are whole tiles of a matrix product
 ALIGNMENT = 16
+
+
+def are_kept(rows: int, hidden: int, vocabulary: int, itemsize: int, budget: int = KEPT_BYTES) -> bool:
+    """Whether a trained head keeps its logits to backward. Decided by shapes, so that each step has the same peak."""
+    return rows <= KEPT_GRADIENTS * hidden and rows * vocabulary * itemsize <= budget
 
 
 def bounds_of(h: Tensor) -> tuple[int, int]:
@@ -48,41 +56,58 @@ def applied(pointwise: Pointwise, x: Tensor) -> Tensor:
     return x
 
 
-def whole_chunks(logits: Tensor, count: int) -> Iterable[slice]:
-    """Slices of `count` rows of logits [M, V] that exist as a whole."""
-    bounds = bounds_of(logits)[0], MAX_CHUNK
-    return chunks(count, logits.size(1), logits.numel() // 32, bounds)
+def row_chunks(h: Tensor, vocabulary: int) -> Iterable[slice]:
+    """Slices of the rows of h [K, D], for each of which logits [C, V] are made."""
+    return chunks(h.size(0), vocabulary, h.numel(), bounds_of(h))
 
 
-def whole_chunk_sizes(
-    logits: Tensor, rows: Tensor | None, target: Tensor, pointwise: Pointwise, dtype: torch.dtype
+def row_pieces(x: Tensor) -> Iterable[slice]:
+    """Slices of the rows of a chunk of logits x [C, V], of which copies in another dtype are made."""
+    return chunks(x.size(0), x.size(1), 0, bounds_of(x))
+
+
+def row_sizes(
+    h: Tensor,
+    weight: Tensor,
+    pointwise: Pointwise,
+    dtype: torch.dtype,
+    logits: Tensor | None,
+    rows: Tensor | None,
+    scale: Tensor | None,
 ) -> list[int]:
-    """Bytes that `whole_fwd` holds besides its results: a chunk of logits, if it is not a view, and what it becomes."""
-    first = next(iter(whole_chunks(logits, target.numel())), slice(0, 0))
-    given = logits.new_empty((first.stop, logits.size(1)), device="meta")
-    y = applied(pointwise, given)
-    x = y.to(dtype)
-    held = [given] if rows is not None else []
-    held += [new for new, old in ((y, given), (x, y)) if new is not old]
-    # the log-probabilities are as large as x
-    return [chunk.nbytes for chunk in (*held, x)]
+    """Bytes that the forward holds besides its results: a chunk of logits, and what is made of a few of its rows."""
+    columns = weight.size(0)
+    count, few = (min(_step(columns, budget, bounds_of(h)), h.size(0)) for budget in (h.numel(), 0))
+    x = h.new_empty((count, columns), device="meta")
+    piece = x[:few]
+    y = applied(pointwise, piece)
+    held = [] if logits is not None and rows is None else [x]
+    held += [new for new, old in ((y, piece), (y.to(dtype), y)) if new is not old]
+    # the log-probabilities are as large as what they are computed from
+    held.append(y.to(dtype))
+    if (logits is None or scale is not None) and weight.dtype != h.dtype:
+        held.append(weight.to("meta", h.dtype))
+    return [tensor.nbytes for tensor in held]
 
 
 def chunk_sizes(
-    h: Tensor, weight: Tensor, pointwise: Pointwise, needs: tuple[bool, bool, bool] | None = None
+    h: Tensor, weight: Tensor, pointwise: Pointwise, needs: tuple[bool, bool, bool], logits: Tensor | None = None
 ) -> list[int]:
-    """Bytes of the tensors that these passes hold besides their results: a chunk of logits and tensors made from it.
+    """Bytes that the backward holds besides its results: a chunk of logits and tensors made from it.
 
     Args:
         h: ``[K, D]``.
         weight: ``[V, D]``.
         pointwise: Functions that are applied to each chunk.
-        needs: Which gradients are computed; None for the forward.
+        needs: Which gradients are computed.
+        logits: The kept logits, or None.
     """
     columns = min(_step(h.size(0), h.numel(), bounds_of(h)), weight.size(0))
     x = h.new_empty((h.size(0), columns), device="meta")
     y = applied(pointwise, x)
     # gradients have the same sizes; if no function is applied, the gradient is written over the logits
-    logits = [x.nbytes] if y is x else [x.nbytes, y.nbytes] * (1 if needs is None else 2)
+    held = [x.nbytes] if y is x else [x.nbytes, y.nbytes] * 2
+    if logits is not None and y is not x:
+        held = held[1:]  # x is a view of the kept logits
     part = columns * h.size(1) * h.itemsize
-    return [*logits, *[part] * ((weight.dtype != h.dtype) + bool(needs and needs[1]))]
+    return [*held, *[part] * ((weight.dtype != h.dtype) + bool(needs[1]))]

@@ -3,30 +3,38 @@
 from __future__ import annotations
 
 import logging
+import sys
 from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import TrainerCallback
+from transformers.trainer_callback import CallbackHandler
 
 from ..errors import MeasurementError
 from ..memory.measurement.allocator import memory_profiler
+from ..memory.measurement.compiled import compiled_modules
 from ..memory.measurement.timeline import timeline_of
 from ..memory.measurement.training_restored import resident_bytes
+from ..private_apis import profiler_runs
 from ..quick.sizes import readable_size
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
-    from transformers import Trainer
 
     from ..memory.estimation.result import Estimate
 
 logger = logging.getLogger(__name__)
 
+# kinds of devices whose memory can be measured
+MEASURED = ("cpu", "cuda")
 KEPT, PEAK, RATIO = "memory_kept_bytes", "memory_peak_bytes", "memory_peak_of_estimate"
 
 
 class MemoryCallback(TrainerCallback):  # type: ignore[misc]
-    """Logs what the steps keep for backward, and their peak. Use `log_memory(trainer)`, so that trackers see it.
+    """Logs what the steps keep for backward, and their peak, to every tracker of the Trainer (`report_to`).
+
+    Give it to the Trainer in `callbacks`, or later with `trainer.add_callback`: it puts itself before the trackers.
+    `ActCompressCallback` does the same by itself, and leaves it to a `MemoryCallback` if there is one.
 
     Each log entry with a loss gets ``memory_peak_bytes``, the highest peak of the steps sampled since the last entry
     (everything on the device, with weights and optimizer states); ``memory_kept_bytes``, what a forward leaves for its
@@ -36,8 +44,8 @@ class MemoryCallback(TrainerCallback):  # type: ignore[misc]
 
     Args:
         every: Sample one step in so many. By default: on a CUDA device every step, which costs two reads of the
-            allocator's statistics and resets their peak; on a CPU only the second step, because tracing the
-            allocations makes a step slow.
+            allocator's statistics and resets their peak; on a CPU only the second step, because torch's profiler,
+            which traces the allocations, makes a step slow. A step in which another profiler runs is left out.
         estimate: The result of `estimate(...)` for this model, batch, and optimizer.
         tolerance: The share by which the peak may exceed the estimate, or fall below the estimate without gradients
             (a Trainer frees gradients between steps).
@@ -56,21 +64,28 @@ class MemoryCallback(TrainerCallback):  # type: ignore[misc]
 
     def _reset(self) -> None:
         self._first_step = 0
+        self._measures = False
         self._sampling = self._warned = False
         self._hooks: list[RemovableHandle] = []
         self._profiler: Any = None
         self._before_step = self._before_forward = self._kept = 0
         self._pending: dict[str, float] = {}
 
+    def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Go before the trackers, which read a log entry in the order of the callbacks."""
+        self._go_first()
+
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         """Start measuring. Raises MeasurementError on a device whose memory cannot be measured."""
+        self._go_first()
         self._end()
         self._reset()
-        if args.device.type not in ("cpu", "cuda"):
-            raise MeasurementError(f"the Trainer is on {args.device}; memory can be logged on a CPU or a CUDA device")
-        self._first_step = state.global_step
+        if not self._wanted(args.device):
+            return
+        self._measures, self._first_step = True, state.global_step
         # a hook would break the graph of torch.compile
-        if model is not None and args.device.type == "cuda" and not args.torch_compile:
+        compiled = args.torch_compile or model is None or compiled_modules(model)
+        if args.device.type == "cuda" and not compiled:
             self._hooks = [
                 model.register_forward_pre_hook(lambda *_: self._forward_begins(args.device)),
                 model.register_forward_hook(lambda *_: self._forward_ends(args.device)),
@@ -124,7 +139,20 @@ class MemoryCallback(TrainerCallback):  # type: ignore[misc]
         """Remove the hooks."""
         self._end()
 
+    def _wanted(self, device: torch.device) -> bool:
+        """Whether this callback measures."""
+        if device.type not in MEASURED:
+            raise MeasurementError(f"the Trainer is on {device}; memory can be logged on a CPU or a CUDA device")
+        return True
+
+    def _go_first(self) -> None:
+        if (handler := handler_above()) is not None and self in handler.callbacks:
+            handler.callbacks.remove(self)
+            handler.callbacks.insert(0, self)
+
     def _is_sampled(self, step: int, device: str) -> bool:
+        if not self._measures or device == "cpu" and profiler_runs():
+            return False
         if self.every is None:
             return device == "cuda" or step == 1
         return step % self.every == 0
@@ -167,24 +195,12 @@ class MemoryCallback(TrainerCallback):  # type: ignore[misc]
             self._profiler = None
 
 
-def log_memory(
-    trainer: Trainer, *, every: int | None = None, estimate: Estimate | None = None, tolerance: float = 0.1
-) -> MemoryCallback:
-    """Put a `MemoryCallback` before the trainer's other callbacks, so that they get the figures that it logs.
-
-    With ``Trainer(callbacks=[...])`` it would come after the callbacks of ``report_to``: then the figures are in
-    ``trainer.state.log_history`` and on the console, and no tracker has them.
-
-    Args:
-        trainer: The trainer, before it trains.
-        every, estimate, tolerance: As of `MemoryCallback`.
-
-    Returns:
-        The callback.
-
-    Raises:
-        ValueError: As `MemoryCallback`.
-    """
-    callback = MemoryCallback(every=every, estimate=estimate, tolerance=tolerance)
-    trainer.callback_handler.callbacks.insert(0, callback)
-    return callback
+def handler_above() -> CallbackHandler | None:
+    """The handler that has called an event of a callback, which gets no other way to the Trainer; None without one."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        caller = frame.f_locals.get("self")
+        if isinstance(caller, CallbackHandler):
+            return caller
+        frame = frame.f_back  # type: ignore[assignment]
+    return None

@@ -1,10 +1,9 @@
 """For compiled modes: what they keep, their peak, how exact they are, and the CPU time of their first step."""
 
 import argparse
-import json
 import os
 from collections.abc import Iterator
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from hf_actcompress import kept_bytes, measure_step
 from .bench_graphs import counted
 from .bench_models import build, shape_of
 from .bench_modes import MODES
+from .bench_report import read
 from .bench_suites import MIB, Forward, Result, gradients, make_batch, make_step
 
 SUITE = "bytes"
@@ -31,10 +31,7 @@ def stock_of(mode: str) -> str:
 def earlier(folder: Path) -> list[Result]:
     """The results of this suite that an earlier run has left in the folder."""
     path = folder / "benchmark.jsonl"
-    names = {field.name for field in fields(Result)}
-    lines = path.read_text().splitlines() if path.exists() else []
-    records = [{key: value for key, value in json.loads(line).items() if key in names} for line in lines]
-    return [Result(**record) for record in records if record["suite"] == SUITE]
+    return [result for result in read(path) if result.suite == SUITE] if path.exists() else []
 
 
 def compiled_bytes(name: str, args: argparse.Namespace, done: list[Result]) -> Iterator[list[Result]]:

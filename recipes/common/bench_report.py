@@ -3,13 +3,14 @@
 import json
 import platform
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from .bench_suites import Result
+from .drawing import bars, save
 from .files import replace_text
 from .host import COUNTED
 from .versions import PACKAGES, device_name, versions
@@ -25,7 +26,8 @@ _EQUAL = {
     "graphs, breaks, new for 3 lengths": lambda r: (
         "-" if r.graphs is None else f"{r.graphs}, {r.breaks}, {r.new_graphs}"
     ),
-    "gradient error": lambda r: _number(r.gradient_error, ".1e") + ("" if r.correct else ", wrong"),
+    "difference from stock": lambda r: _number(r.gradient_error, ".1e") + ("" if r.correct else ", wrong"),
+    "error against fp64": lambda r: _number(r.fp64_error, ".1e"),
 }
 _LARGEST = {
     "card": lambda r: r.cap,
@@ -118,28 +120,42 @@ def write(results: Sequence[Result], about: dict[str, Any], folder: Path) -> Non
     replace_text(folder / "benchmark.md", markdown(results, about))
 
 
-def plot(results: Sequence[Result], path: Path) -> None:
-    """Draws kept bytes and tokens/s at one batch size, and the largest batch of each card."""
+def read(path: Path) -> list[Result]:
+    """The results of a benchmark.jsonl."""
+    names = {field.name for field in fields(Result)}
+    records = map(json.loads, path.read_text().splitlines())
+    return [Result(**{key: value for key, value in record.items() if key in names}) for record in records]
+
+
+def plot(results: Sequence[Result], path: Path, about: dict[str, Any]) -> None:
+    """Draws a row per model: kept bytes and step time at one batch size, and the largest batch of each card."""
     from matplotlib.figure import Figure
 
-    panels = [(model, *panel) for model in dict.fromkeys(r.model for r in results) for panel in _panels(results, model)]
-    figure = Figure(figsize=(6, 3.2 * max(1, len(panels))), layout="constrained")
-    places = figure.subplots(max(1, len(panels)), 1, squeeze=False)[:, 0]
-    for axes, (model, title, names, values) in zip(places, panels, strict=False):
-        axes.barh(names, values)
-        axes.invert_yaxis()
-        axes.set(title=f"{model}: {title}")
-    figure.savefig(path)
+    rows = {model: _panels(results, model) for model in dict.fromkeys(r.model for r in results)}
+    # a suite may have nothing to draw
+    wide, high = max(1, *map(len, rows.values()), 1), max(1, len(rows))
+    most = max((len(names) for panels in rows.values() for _, names, _, _ in panels), default=1)
+    figure = Figure(figsize=(4.5 * wide, 0.6 + high * (0.7 + 0.26 * most)), layout="constrained")
+    places = figure.subplots(high, wide, squeeze=False)
+    for line, (model, panels) in zip(places, rows.items(), strict=False):
+        for axes, (title, names, values, form) in zip(line, panels, strict=False):
+            bars(axes, f"{model}: {title}", names, values, form)
+        for axes in line[len(panels) :]:
+            axes.set_axis_off()
+    options = about["options"]
+    batch = f"batch {options['batch']} x {options['seq_len']}"
+    figure.suptitle(f"{options['grain']}, {batch}, {about['device']}, torch {about['torch']}", fontsize=10)
+    save(figure, path, path.with_suffix(".jsonl"))
 
 
-def _panels(results: Sequence[Result], model: str) -> list[tuple[str, list[str], list[float]]]:
+def _panels(results: Sequence[Result], model: str) -> list[tuple[str, list[str], list[float], str]]:
     ours = [result for result in results if result.model == model]
     kept = [r for r in ours if r.kept_h is not None]
-    fast = [r for r in ours if r.suite == "equal" and r.tokens_per_second is not None]
+    fast = [r for r in ours if r.suite == "equal" and r.step_ratio is not None]
     large = [r for r in ours if r.suite == "largest" and r.batch]
     panels = [
-        ("kept bytes, h per token and layer", [r.mode for r in kept], [r.kept_h or 0 for r in kept]),
-        ("tokens/s at one batch size", [r.mode for r in fast], [r.tokens_per_second or 0 for r in fast]),
-        ("largest batch", [f"{r.mode}, {r.cap}" for r in large], [float(r.batch) for r in large]),
+        ("kept, h per token and layer", [r.mode for r in kept], [r.kept_h or 0 for r in kept], ".1f"),
+        ("time of a step, stock = 1", [r.mode for r in fast], [r.step_ratio or 0 for r in fast], ".2f"),
+        ("largest batch", [f"{r.mode}, {r.cap}" for r in large], [float(r.batch) for r in large], ".0f"),
     ]
     return [panel for panel in panels if panel[1]]

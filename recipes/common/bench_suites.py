@@ -1,6 +1,7 @@
 """What the benchmark measures: modes at one batch size, and the largest batch of each under a memory cap."""
 
 import argparse
+import copy
 import gc
 import statistics
 import time
@@ -106,15 +107,28 @@ def gradients(model: Any, step: Callable[[], None], dtype: torch.dtype = torch.f
     return torch.cat([p.grad.to(dtype).flatten() for p in model.parameters() if p.grad is not None])
 
 
-def gradient_error(name: str, mode: str, args: argparse.Namespace) -> float:
-    """The gradient error against stock, with few layers; without dropout if the mode draws other masks."""
+def gradient_errors(name: str, mode: str, args: argparse.Namespace) -> tuple[float, float | None]:
+    """The gradient errors against stock and against stock in fp64, with few layers.
+
+    Without dropout if the mode draws other masks; with dropout there is no second error, because fp64 draws others.
+    """
     family, shape = shape_of(name, args)
     dropout = args.dropout if MODES[mode].same_masks else 0.0
     model = build(family, replace(shape, layers=_few_layers(shape)[0]), args, dropout)
     batch = make_batch(args.batch, shape.vocab, args)
-    exact = gradients(model, make_step(model, batch, args))
+    stock = gradients(model, make_step(model, batch, args))
+    truth = None if dropout else _in_fp64(model, batch, args)
     found = gradients(model, make_step(MODES[mode].prepare(model), batch, args))
-    return float((found - exact).norm() / exact.norm())
+    error = float((found - stock).norm() / stock.norm())
+    return error, None if truth is None else float((found.double() - truth).norm() / truth.norm())
+
+
+def _in_fp64(model: Any, batch: dict[str, torch.Tensor], args: argparse.Namespace) -> torch.Tensor:
+    """The gradients of a copy of the model with the same weights in fp64, without autocast."""
+    oracle = copy.deepcopy(model).to(torch.float64)
+    oracle.zero_grad(set_to_none=True)
+    args = argparse.Namespace(**{**vars(args), "autocast": False})
+    return gradients(oracle, make_step(oracle, batch, args), torch.float64)
 
 
 def kept_slope(name: str, mode: str, args: argparse.Namespace) -> float:
@@ -206,7 +220,7 @@ class _EqualBatch:
         if mode.compiled:
             # torch limits recompilations, also those of other modes, and would run this one uncompiled after that
             torch._dynamo.reset()
-        result.gradient_error = gradient_error(self.name, result.mode, args)
+        result.gradient_error, result.fp64_error = gradient_errors(self.name, result.mode, args)
         # `<=` is false for NaN
         result.correct = not mode.exact or result.gradient_error <= self._limit(mode.compiled)
         result.kept_h = kept_slope(self.name, result.mode, args)

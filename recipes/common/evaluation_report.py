@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from .bf16 import WAYS
+from .drawing import STOCK, bars, colour_of, save
 from .papers import PAPERS
 
 COLUMNS = (
@@ -101,7 +102,7 @@ def write_reports(folder: Path) -> None:
         claims = dict.fromkeys(claim.text for claim in paper.claims if paper.preset)
         lines += [f"- `{paper.preset}`: {paper.title} (arXiv {paper.arxiv}): {claim}" for claim in claims]
     (folder / "evaluation.md").write_text("\n".join(lines) + "\n")
-    _plot({job: results["rows"] for job, results in jobs.items()}, folder / "evaluation.png")
+    plot(folder)
     print(f"Written: evaluation.md and evaluation.png in {folder}")
 
 
@@ -122,19 +123,27 @@ def _table(job: str, rows: dict[str, Any], units: dict[str, list[float]]) -> lis
     return [*lines, ""]
 
 
-def _plot(jobs: dict[str, Any], path: Path) -> None:
-    """Loss against stock, with its 95% interval, over kept bytes, a panel per model."""
+def plot(folder: Path) -> None:
+    """Loss against stock, with its 95% interval, and kept bytes: a line per preset, a pair of panels per model."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(5 * len(jobs), 4.2), layout="constrained")
-    for axes, (job, rows) in zip(figure.subplots(1, len(jobs), squeeze=False)[0], jobs.items(), strict=True):
-        stock = rows["stock"]
-        for name, row in rows.items():
+    sources = _measured(folder)
+    jobs = {path.stem.removeprefix("evaluation-"): json.loads(path.read_text())["rows"] for path in sources}
+    most = max(map(len, jobs.values()))
+    figure = Figure(figsize=(4.6 * len(jobs), 1.2 + 0.24 * most), layout="constrained")
+    places = figure.subplots(1, 2 * len(jobs), squeeze=False, width_ratios=[1, 1.3] * len(jobs))[0]
+    for (left, right), (job, rows) in zip(zip(places[::2], places[1::2], strict=True), jobs.items(), strict=True):
+        stock, names = rows["stock"], list(rows)
+        bars(left, f"{job}: kept, of stock", names, [row["kept_h"] / stock["kept_h"] for row in rows.values()], ".2f")
+        for place, (name, row) in enumerate(rows.items()):
             gaps = gaps_of(row, stock)
-            x, y = row["kept_h"] / stock["kept_h"], statistics.mean(gaps)
-            axes.errorbar(x, y, interval(gaps) or 0, fmt="o", capsize=2)
-            axes.annotate(name, (x, y), textcoords="offset points", xytext=(5, 3), fontsize=8)
-        axes.set(title=job, xlim=(0, 1.15), xlabel="kept bytes of the layers, share of stock")
-        axes.set_ylabel("held-out loss against stock, %")
-        axes.grid(alpha=0.3)
-    figure.savefig(path)
+            right.errorbar(
+                statistics.mean(gaps), place, xerr=interval(gaps) or 0, fmt="o", capsize=2, color=colour_of(name)
+            )
+        right.axvline(0, color=STOCK, linewidth=0.8, linestyle="--", zorder=0)
+        right.set_yticks(range(len(names)), [])
+        right.set_ylim(left.get_ylim())
+        right.set_title("held-out loss against stock, %", fontsize=9)
+        right.tick_params(labelsize=8)
+        right.spines[["top", "right"]].set_visible(False)
+    save(figure, folder / "evaluation.png", *sorted(sources))

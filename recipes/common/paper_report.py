@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .drawing import save
 from .papers import UNITS, Claim
 
 VERDICTS = ("reproduced", "not reproduced", "not comparable here")
@@ -69,8 +70,8 @@ def markdown(rows: Sequence[Row], about: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def plot(rows: Sequence[Row], path: Path) -> bool:
-    """Draw our figures relative to the claimed ones, a bar per claim. Returns False without matplotlib."""
+def plot(rows: Sequence[Row], path: Path, source: Path) -> bool:
+    """Draw our figures relative to the claimed ones, a bar per claim; `source` holds them. False without matplotlib."""
     if importlib.util.find_spec("matplotlib") is None:
         return False
     from matplotlib.figure import Figure
@@ -86,5 +87,5 @@ def plot(rows: Sequence[Row], path: Path) -> bool:
     axes.invert_yaxis()
     axes.set(xlabel="our figure over the claimed one")
     axes.legend()
-    figure.savefig(path, dpi=120)
+    save(figure, path, source)
     return True

@@ -16,6 +16,7 @@ from rich.table import Table
 from hf_actcompress import PRESETS
 
 from .compare import Comparison, RunResult
+from .drawing import bars, colour_of, save
 from .versions import device_name, versions
 
 MIB = 2**20
@@ -32,7 +33,7 @@ def environment() -> dict[str, str]:
 
 
 def comparison_table(comparison: Comparison) -> Table:
-    """Loss, memory and speed side by side."""
+    """Loss and memory side by side. The runs follow one another, so their speeds cannot be compared."""
     stock, patched = comparison.stock, comparison.patched
     table = Table(title="stock beside patched")
     for name in ("", "stock", "patched", "patched / stock"):
@@ -45,8 +46,6 @@ def comparison_table(comparison: Comparison) -> Table:
         ratio = patched.peak_bytes / stock.peak_bytes
         sizes = [f"{result.peak_bytes / MIB:.1f} MiB" for result in (stock, patched)]
         table.add_row("peak activation memory", *sizes, f"{ratio:.2f}")
-    speeds = [result.tokens_per_second for result in (stock, patched)]
-    table.add_row("tokens per second", *(f"{speed:,.0f}" for speed in speeds), f"{speeds[1] / speeds[0]:.2f}")
     return table
 
 
@@ -69,23 +68,36 @@ def verdict(comparison: Comparison) -> list[str]:
     return sentences
 
 
-def plot_losses(comparison: Comparison, path: Path) -> None:
-    """The two loss curves, and their distance below them."""
-    import matplotlib
+def plot(path: Path, source: Path) -> None:
+    """The two loss curves of compare.json and their distance below them; beside them the memory of both."""
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, (top, bottom) = plt.subplots(2, 1, sharex=True, figsize=(7, 5), height_ratios=[3, 1], layout="constrained")
-    top.plot(comparison.stock.losses, label="stock", linewidth=3, alpha=0.5)
-    top.plot(comparison.patched.losses, label="patched", linewidth=1, color="black")
-    top.set_ylabel("training loss")
-    top.legend()
-    gaps = [b - a for a, b in zip(comparison.stock.losses, comparison.patched.losses, strict=True)]
-    bottom.plot(gaps, color="black", linewidth=1)
-    bottom.set(xlabel="step", ylabel="patched - stock")
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+    record = json.loads(source.read_text())
+    stock, patched = (record["comparison"][name] for name in ("stock", "patched"))
+    asked, preset = record["arguments"], record["arguments"]["preset"]
+    figure = Figure(figsize=(9, 4.2), layout="constrained")
+    grid = figure.add_gridspec(2, 2, width_ratios=[5, 3], height_ratios=[3, 1])
+    top = figure.add_subplot(grid[0, 0])
+    bottom, right = figure.add_subplot(grid[1, 0], sharex=top), figure.add_subplot(grid[:, 1])
+    steps = range(1, len(stock["losses"]) + 1)
+    top.plot(steps, stock["losses"], label="stock", linewidth=4, color=colour_of("stock"), alpha=0.6)
+    top.plot(steps, patched["losses"], label=preset, linewidth=1.2, color=colour_of(preset))
+    top.set_ylabel("training loss", fontsize=9)
+    top.legend(fontsize=8, frameon=False)
+    top.tick_params(labelbottom=False)
+    gaps = [b - a for a, b in zip(stock["losses"], patched["losses"], strict=True)]
+    bottom.plot(steps, gaps, color=colour_of(preset), linewidth=1)
+    bottom.set_xlabel("step", fontsize=9)
+    bottom.set_ylabel(f"{preset} - stock", fontsize=9)
+    for axes in (top, bottom):
+        axes.tick_params(labelsize=8)
+        axes.spines[["top", "right"]].set_visible(False)
+    sizes = [run["peak_bytes"] / MIB for run in (stock, patched)]
+    bars(right, f"peak activation memory, MiB: {1 - sizes[1] / sizes[0]:.0%} less", ["stock", preset], sizes, ".1f")
+    model = asked["model"] or asked["config"]
+    words = model, f"{asked['batch_size']} x {asked['seq_len']} tokens", asked["dtype"], record["environment"]["device"]
+    figure.suptitle(", ".join(words), fontsize=10)
+    save(figure, path, source)
 
 
 def write_json(comparison: Comparison, args: argparse.Namespace, path: Path) -> None:
@@ -118,7 +130,7 @@ def publish(comparison: Comparison, args: argparse.Namespace) -> int:
         console.print(line, highlight=False)
     args.output_dir.mkdir(parents=True, exist_ok=True)
     write_json(comparison, args, args.output_dir / "compare.json")
-    plot_losses(comparison, args.output_dir / "compare.png")
+    plot(args.output_dir / "compare.png", args.output_dir / "compare.json")
     console.print(f"Written: {args.output_dir / 'compare.json'} and compare.png", highlight=False, soft_wrap=True)
     return status
 

@@ -14,7 +14,7 @@ from hf_actcompress.cli.assumptions import assumed
 from hf_actcompress.cli.common import Exit
 from hf_actcompress.memory.planning import plans
 from tests.cli.conftest import CONFIG
-from tests.cli.invoke import SIZES, run
+from tests.cli.invoke import SIZES, run, unwrapped
 
 SAID = ("batch 2 x 16 without padding", "weights bfloat16", "no autocast", "engine eager", "the model's own loss")
 TRAINED = ("LoRA of rank 1", "adamw", "fused attention")
@@ -38,7 +38,8 @@ def test_every_command_says_what_it_assumes(name: str, tmp_path: Any, monkeypatc
     path.write_text(json.dumps({**CONFIG, "num_attention_heads": 2, "num_key_value_heads": 2}))
     # text and JSON show the same plan, which is made once
     monkeypatch.setattr(plans, "plan", functools.cache(plans.plan))
-    (line,) = (text for text in answer(str(path), COMMANDS[name]).splitlines() if text.startswith("assumed: "))
+    text = unwrapped(answer(str(path), COMMANDS[name]))
+    (line,) = (found for found in text.splitlines() if found.startswith("assumed: "))
     for said in (*SAID, "LoRA of rank 1", "a CPU's attention") if name == "report" else (*SAID, *TRAINED):
         assert said in line, line
     assert ("--trl" in line) == (name in ("formula", "estimate"))
@@ -79,7 +80,7 @@ def test_assumptions_about_adapters_and_optimizers(model: str) -> None:
     """The rank that peft takes if none is given, and where the states of a paged optimizer are."""
     peft = pytest.importorskip("peft")
     for command in (("estimate", "--quick"), ("estimate", "--preset", "exact"), ("plan", "--gpu", "24")):
-        output = run(command[0], model, *SIZES, "--lora", "--optim", "paged_adamw_8bit", *command[1:]).stdout
+        output = unwrapped(run(command[0], model, *SIZES, "--lora", "--optim", "paged_adamw_8bit", *command[1:]).stdout)
         assert f'LoRA of rank {peft.LoraConfig().r} on peft\'s "all-linear"' in output, (command, output)
         assert "paged_adamw_8bit with all of its states on the card" in output, (command, output)
 
@@ -88,13 +89,13 @@ def test_a_quantised_config_is_named(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     gptq = {"quant_method": "gptq", "bits": 4, "group_size": 16}
     path.write_text(json.dumps({**CONFIG, "quantization_config": gptq}))
-    assert "with packed weights of 4 bits" in answer(str(path), ("estimate", "--preset", "exact", "--lora"))
+    assert "with packed weights of 4 bits" in unwrapped(answer(str(path), ("estimate", "--preset", "exact", "--lora")))
 
 
 def test_the_readme_shows_the_assumptions_of_its_command() -> None:
     root = Path(__file__).parents[2]
     (command,) = re.findall(r"^hf-actcompress (estimate recipes/.*)$", (root / "README.md").read_text(), re.MULTILINE)
     words = [str(root / word) if word.startswith("recipes/") else word for word in command.split()]
-    shown = (root / "recipes/results/readme/estimate.txt").read_text().splitlines()
-    printed = run(*words, "--preset", "exact").stdout.splitlines()
+    shown = unwrapped((root / "recipes/results/readme/estimate.txt").read_text()).splitlines()
+    printed = unwrapped(run(*words, "--preset", "exact").stdout).splitlines()
     assert [line for line in printed if line.startswith("assumed: ")][0] in shown

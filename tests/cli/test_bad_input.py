@@ -12,7 +12,7 @@ import torch
 
 from hf_actcompress.cli.common import Exit
 from hf_actcompress.errors import ModelConfigError
-from hf_actcompress.memory import estimate, plan
+from hf_actcompress.memory import estimate, max_batch_size, max_seq_len, plan
 from hf_actcompress.memory.estimation import model_copies
 from hf_actcompress.memory.estimation.states.optimizers import optimizer_rule
 from hf_actcompress.quick.cards import CARDS, card_bytes
@@ -120,7 +120,7 @@ def test_a_file_that_cannot_be_written_is_said_first(
         return result.stderr
 
     assert "there is no folder" in said(tmp_path / "no" / "file")
-    assert "it is a folder; name a file in it" in said(tmp_path)
+    assert "it is a folder; give the name of a file in it" in said(tmp_path)
     assert "File name too long" in said(tmp_path / ("x" * 300))
     (tmp_path / "file").touch()
     assert "Not a directory" in said(tmp_path / "file" / "below")
@@ -208,7 +208,11 @@ def test_what_nobody_expected_is_one_line(tmp_path: Any, monkeypatch: pytest.Mon
 SIZED = {"24": 24e9, "24G": 24e9, "24 GB": 24e9, "22GiB": 22 * 2**30, "0.5g": 0.5e9, "512MiB": 2**29}
 NAMED = {
     "rtx4090": "rtx4090", "RTX 4090": "rtx4090", "4090": "rtx4090", "NVIDIA GeForce RTX 3090": "rtx3090",
-    "Tesla T4": "t4", "A100-80GB": "a100-80gb", "a100 80gb": "a100-80gb", "H100": "h100",
+    "Tesla T4": "t4", "A100-80GB": "a100-80gb", "a100 80gb": "a100-80gb", "H100": "h100", "rtx-4090": "rtx4090",
+    "rtx 4070 super": "rtx4070super", "4070 ti super": "rtx4070tisuper", "rtx3060-12gb": "rtx3060",
+    "rtx3080-12gb": "rtx3080-12gb", "RTX 3080 10GB": "rtx3080", "RTX 4090 Laptop GPU": "rtx4090-laptop",
+    "b200": "b200", "AMD Instinct MI300X": "mi300x", "NVIDIA A100-SXM4-40GB": "a100", "Tesla V100-SXM2-16GB": "v100",
+    "NVIDIA H100 80GB HBM3": "h100", "NVIDIA RTX 6000 Ada Generation": "rtx6000ada", "NVIDIA H200": "h200",
 }  # fmt: skip
 
 
@@ -220,6 +224,29 @@ def test_cards_by_name_and_by_size() -> None:
     for text in ("rtx99", "", "-24", "0", "24 apples", "9" * 400, f"{2**63}B"):
         with pytest.raises(ValueError, match="size"):
             card_bytes(text)
+    # a name has no second meaning
+    assert len({name.replace("-", "") for name in CARDS}) == len(CARDS)
+
+
+@pytest.mark.parametrize(
+    ("text", "near"), [("rtx4070 supr", "rtx4070super"), ("rtx4080sup", "rtx4080super"), ("mi300", "mi300x")]
+)
+def test_a_card_that_is_not_known_gets_the_nearest_names(text: str, near: str) -> None:
+    with pytest.raises(ValueError, match=rf"the nearest are .*\b{near}\b"):
+        card_bytes(text)
+    result = run("estimate", "none.json", "--gpu", text)
+    assert result.exit_code == Exit.USAGE and near in result.stderr
+
+
+def test_the_library_takes_the_names_of_cards(tmp_path: Any) -> None:
+    sizes: dict[str, Any] = {"dtype": "bfloat16", "seq_len": 16}
+    config = written(tmp_path, LLAMA)
+    assert max_seq_len(config, batch_size=1, budget="4060 ti", dtype="bfloat16", limit=128) == 128
+    by_name, by_bytes = (max_batch_size(config, budget=budget, **sizes) for budget in ("t4", CARDS["t4"] * 2**20))
+    assert by_name == by_bytes > 1000
+    assert plan(config, batch_size=1, budget="t4", **sizes).budget_bytes == CARDS["t4"] * 2**20
+    with pytest.raises(ValueError, match="rtx4090"):
+        plan(config, batch_size=1, budget="rtx409", **sizes)
 
 
 def test_mixed_precision_and_other_words(tmp_path: Any) -> None:

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 import hf_actcompress
 from hf_actcompress.cli import app
 from hf_actcompress.cli.common import Exit, Rows
+from hf_actcompress.quick import hub
 from tests.cli.invoke import run
 
 
@@ -29,7 +30,7 @@ def fresh(code: str) -> str:
 def test_help_needs_neither_torch_nor_transformers():
     out = fresh(
         "import sys\nfrom typer.testing import CliRunner\nfrom hf_actcompress.cli import app\n"
-        "for command in ([], ['estimate'], ['plan'], ['report'], ['bench'], ['env'], ['page']):\n"
+        "for command in ([], ['estimate'], ['plan'], ['report'], ['doctor'], ['bench'], ['env'], ['page']):\n"
         "    result = CliRunner().invoke(app, [*command, '--help'])\n"
         "    assert result.exit_code == 0 and 'Exit codes' in result.stdout, result.output\n"
         "print([name for name in ('torch', 'transformers', 'numpy', 'matplotlib') if name in sys.modules])"
@@ -80,7 +81,9 @@ def test_a_model_that_cannot_be_had_says_what_to_do(monkeypatch, said, advice):
         raise OSError(said)
 
     monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", refuse)
-    result = run("estimate", "somebody/some-model")
+    # the hub answers
+    monkeypatch.setattr(hub, "reachable", lambda name: True)
+    result = run("estimate", "somebody/some-model", "--no-cache")
     assert result.exit_code == Exit.NO_MODEL and result.stdout == ""
     assert advice in result.stderr and "Traceback" not in result.output
 
@@ -166,14 +169,13 @@ def test_env_of_a_checkout_that_is_not_installed(monkeypatch):
     # importlib.metadata's `version` and `requires` both call `distribution`
     monkeypatch.setattr(metadata, "distribution", unknown)
     result = run("env")
-    assert result.exit_code == 0 and "not installed, runs from its source" in result.stdout
+    assert result.exit_code == 0 and "not installed, running from source" in result.stdout
 
 
-def test_rows_are_aligned_as_they_come(capsys: pytest.CaptureFixture[str]) -> None:
+def test_rows_are_aligned_as_they_come() -> None:
     rows = Rows({"name": 9, "size": 2}, ("size",))
-    for row in (("name", "size"), ("a [b]", "1"), ("long name", "22")):
-        rows.echo(row)
-    assert capsys.readouterr().out == "name       size\na [b]         1\nlong name    22\n"
+    lines = [rows.line(row) for row in (("name", "of"), ("a [b]", "1"), ("long name", "22"))]
+    assert lines == ["name       of", "a [b]       1", "long name  22"]
 
 
 def test_the_package_logs_afterwards_as_before(tmp_path: Path) -> None:

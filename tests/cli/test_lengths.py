@@ -53,7 +53,7 @@ def test_the_allocator_is_replayed_with_these_lengths(model: str, tmp_path: Path
         assert row["estimate"][name] == getattr(replayed, name)
     assert replayed.reserved_share is not None
     options = ("--batch-size", "2", "--preset", "exact", "--lengths", str(path), "--gpu", f"{peak + 1000}B")
-    assert "the shares are those of batches of 40, 96, 3, 128 tokens" in run("estimate", model, *options).stdout
+    assert "the shares are for batches of 40, 96, 3, 128 tokens" in run("estimate", model, *options).stdout
 
 
 def test_a_plan_is_for_the_longest_batch(model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,7 +81,7 @@ def test_lengths_take_the_place_of_one_length(command: str, model: str, tmp_path
     given = ("--lengths", str(path)), ("--seq-len", "16")
     for first, second in (given, given[::-1]):
         result = run(command, model, "--gpu", "24", *first, *second)
-        assert result.exit_code == Exit.USAGE and "pass one of the two" in result.stderr, result.output
+        assert result.exit_code == Exit.USAGE and "pass only one of them" in result.stderr, result.output
 
 
 def test_the_batches_of_lengths() -> None:
@@ -99,7 +99,7 @@ BAD = {
     "less than none": ("-3\n", "number 1 is '-3'"),
     "too many": ("9" * 30, "number 1 is '9999"),
     "a yes": ("[true]", "number 1 is 'True'"),
-    "half a list": ("[12, ", "it is no JSON list"),
+    "half a list": ("[12, ", "it is not a JSON list"),
 }
 
 
@@ -122,4 +122,4 @@ def refused(model: str, path: Path, said: str) -> None:
     result = run("estimate", model, "--lengths", str(path))
     assert result.exit_code == Exit.USAGE, result.output
     assert re.fullmatch("error: Invalid value for --lengths: [^\n]+\n", result.stderr), result.stderr
-    assert said in result.stderr and "pass a file with one length in a line" in result.stderr
+    assert said in result.stderr and "pass a file with one length per line" in result.stderr

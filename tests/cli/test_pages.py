@@ -1,8 +1,10 @@
-"""The pages of `estimate --html` and `plan --html` can be read and sorted in a browser without a network."""
+"""The pages that --html writes can be read and sorted in a browser without a network."""
 
 from __future__ import annotations
 
 import json
+import re
+from itertools import pairwise
 
 import pytest
 
@@ -17,13 +19,14 @@ CLICK = "[...page.querySelectorAll('th button')].find((button) => button.textCon
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory) -> dict[str, str]:
-    """The pages of both commands for a model with a long name."""
+    """The pages of the commands for a model with a long name."""
 
     folder = tmp_path_factory.mktemp("pages")
     model = folder / f"{'a_rather_long_name_' * 4}.json"
     model.write_text(json.dumps(CONFIG))
     found = {}
-    for command, options in (("estimate", ("--preset", "exact", "--gpu", "rtx4090")), ("plan", ("--gpu", "24GB"))):
+    asked = {"estimate": ("--preset", "exact", "--gpu", "rtx4090"), "plan": ("--gpu", "24GB"), "report": ()}
+    for command, options in asked.items():
         result = run(command, str(model), *SIZES, *options, "--html", str(folder / command))
         assert result.exit_code == 0, result.output
         found[command] = (folder / command).read_text()
@@ -32,7 +35,7 @@ def pages(tmp_path_factory) -> dict[str, str]:
 
 @needs_browser
 @pytest.mark.parametrize("width, dark", ((360, True), (1200, False)), ids=("phone, dark", "desktop, light"))
-@pytest.mark.parametrize("command", ("estimate", "plan"))
+@pytest.mark.parametrize("command", ("estimate", "plan", "report"))
 def test_a_page_can_be_read(pages, tmp_path, command, dark, width):
     found = looked_at(pages[command], tmp_path, width, dark)
     assert found["dark"] == dark and not found["fetched"] and not found["errors"]
@@ -62,10 +65,25 @@ def test_a_click_sorts_a_table(pages, tmp_path):
         assert keys == sorted(keys, reverse=down) and sorted(found["tables"][-1][1:]) == sorted(before)
 
 
+def test_a_timeline_has_axes(pages):
+    """Round numbers with their units, on the page's own background."""
+    shown = re.search(r"<svg.*?</svg>", pages["report"], re.DOTALL)
+    assert shown is not None and "svg { width: 100%; min-width: 36rem; }" in pages["report"]
+    across, up = (re.findall(rf'<text class="{axis}"[^>]*>([^<]*)</text>', shown[0]) for axis in ("below", "beside"))
+    assert across[-1] == "ms (profiled)" and 3 <= len(across[:-1]) <= 7 and across[0] == "0"
+    assert 3 <= len(up) <= 7 and up[0].split()[0] == "0" and len({text.split()[1] for text in up}) == 1
+    steps = {round(b - a, 9) for a, b in pairwise(float(text.split()[0]) for text in up)}
+    assert len(steps) == 1 and steps.pop() > 0
+
+
 def test_without_its_script_a_page_shows_the_same(pages):
     for text in pages.values():
         shown, script = text.split("<script>")
-        assert "Parts of the peak" in shown and shown.count("<tr>") > 5 and "<button" not in shown
+        assert (
+            ("Parts of the peak" in shown or "By module" in shown)
+            and shown.count("<tr>") > 5
+            and "<button" not in shown
+        )
         assert "fetch(" not in script and "import" not in script
 
 

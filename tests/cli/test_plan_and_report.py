@@ -5,8 +5,12 @@ from __future__ import annotations
 import json
 import os
 import re
+import textwrap
 from pathlib import Path
 
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from hf_actcompress import patch_report
 from hf_actcompress.cli.common import Exit
 from hf_actcompress.memory import Plan, estimate
 from hf_actcompress.memory.planning import plans
@@ -26,7 +30,25 @@ def test_plan_is_printed_written_and_taken_by_the_library(model, tmp_path):
     found = Plan.from_json(out.read_text())
     assert found.config.checkpoint and found.estimate.device_bytes <= exact - 10_000
     text = page.read_text()
+    assert f"wrote {out}" in result.stderr and f"wrote {page}" in result.stderr
+    assert f"Plan.from_json(Path({str(out)!r}).read_text())" in result.stdout
+    assert "checkpoint: the layer runs again in backward" in result.stdout
+    # the code below the plan, with a model of that kind
+    code = textwrap.dedent(result.stdout.partition("to train with it:\n")[2])
+    patched = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model))
+    exec(code, {"model": patched})
+    assert {row.role for row in patch_report(patched).patched} & {"checkpoint"}
     assert "<img" not in text and 'class="mark"' in text and "the budget" in text and "model.layers.1" in text
+
+
+def test_the_code_of_a_plan_that_is_not_written_asks_for_the_same(model):
+    exact = estimate(model, batch_size=8, seq_len=128, optimizer="adamw_8bit").device_bytes
+    options = ("--batch-size", "8", "--seq-len", "128", "--gpu", f"{exact - 10_000}B", "--optim", "adamw_8bit")
+    result = run("plan", model, *options, "--allow", "checkpoint", "--headroom", "0")
+    assert result.exit_code == Exit.OK, result.output
+    (code,) = (line.strip() for line in result.stdout.splitlines() if "plan(model, " in line)
+    asked = f"allow=('checkpoint',), headroom=0.0, budget={exact - 10_000}, optimizer='adamw_8bit', engine='eager'"
+    assert code == f"patch_model(model, plan(model, batch_size=8, seq_len=128, {asked}))"
 
 
 def test_the_command_of_the_readme_finds_an_exact_plan(monkeypatch):
@@ -63,7 +85,7 @@ def test_report_measures_per_module(model, tmp_path):
     page = tmp_path / "page.html"
     result = run("report", model, *SIZES, "--json", "--html", str(page))
     assert result.exit_code == Exit.OK, result.output
-    assert result.stderr == f"measuring {model}\n"
+    assert result.stderr == f"measuring {model}\nwrote {page}\n"
     data = json.loads(result.stdout)
     modules = {row["module"] for row in data["rows"]}
     assert {"model.layers.0.mlp", "model.layers.1.self_attn"} <= modules

@@ -11,9 +11,10 @@ import pytest
 from hf_actcompress.cli.common import Exit
 from hf_actcompress.cli.estimate_table import _largest
 from hf_actcompress.cli.process import without_bitsandbytes
-from hf_actcompress.cli.strategies import DEFAULT, TIME_CLASSES, Row, Strategy, chosen
+from hf_actcompress.cli.strategies import DEFAULT, Row, Strategy, chosen
 from hf_actcompress.errors import UnknownOptionError
 from hf_actcompress.memory import estimate
+from hf_actcompress.quick.strategies import STRATEGIES, TIMES, recommended
 from tests.cli.invoke import SIZES, run
 
 
@@ -46,15 +47,17 @@ def test_what_fits_has_to_be_what_was_asked_for(model, monkeypatch, preset, room
     arguments = [part for name in preset for part in ("--preset", name)]
     result = run("estimate", model, *SIZES, "--gpu", f"{room}B", *arguments)
     assert result.exit_code == code
-    assert f"\nfits into {room}B: {fitting}\n" in result.stdout
+    # where nothing fits there is nothing to start with
+    assert f"\nfits on {room}B: {fitting}\n" in result.stdout
+    assert ("\nrecommended: " in result.stdout) == (room >= 100 and fitting != "none of these")
 
 
 def test_strategies_are_of_known_classes():
     for strategy in chosen([]):
-        assert strategy.time in TIME_CLASSES
+        assert strategy.time in TIMES and strategy.known == STRATEGIES[strategy.name]
     by_name = {strategy.name: strategy for strategy in DEFAULT}
     assert (by_name["stock"].time, by_name["exact"].time, by_name["offload"].time) == ("none", "low", "transfer")
-    assert by_name["int8"].gradients == "lossy: 8 bits" and by_name["offload"].gradients == "exact"
+    assert by_name["int8"].gradients == "lossy 8 bits" and by_name["offload"].gradients == "exact"
     assert Strategy("pooled", "pooled").gradients == "lossy"
     with pytest.raises(UnknownOptionError, match="int9"):
         chosen(["int9"])
@@ -79,7 +82,7 @@ def test_stock_may_be_asked_for_by_name(model):
     needed = estimate(model, batch_size=2, seq_len=16, config=None).device_bytes
     fits, too_small = (run("estimate", model, *SIZES, "--preset", "stock", "--gpu", f"{n}B") for n in (2 * needed, 1))
     assert (fits.exit_code, too_small.exit_code) == (Exit.OK, Exit.DOES_NOT_FIT)
-    assert [line.split()[0] for line in fits.stdout.splitlines()[1:2]] == ["stock"]
+    assert [line.split()[0] for line in fits.stdout.splitlines()[2:3]] == ["stock"]
     assert "exact  " not in fits.stdout
 
 
@@ -97,3 +100,17 @@ def test_peft_finds_no_bitsandbytes_for_an_estimate_and_finds_it_again_afterward
     with without_bitsandbytes():
         # what is there already is no cost
         assert sys.modules["bitsandbytes"] is loaded
+
+
+def test_the_row_to_start_with():
+    """Exact before lossy, roomy before tight, and then the one that takes the least time."""
+
+    def first(**verdicts: str) -> str | None:
+        return recommended((name, STRATEGIES[name.replace("_", " ")], fits) for name, fits in verdicts.items())
+
+    assert first(stock="yes", exact="yes", int8="yes") == "stock"
+    assert first(stock="no", checkpointing="yes", exact="yes", long="yes", offload="yes") == "exact"
+    assert first(exact="tight", long="yes", checkpointing="yes", int8="yes") == "long"
+    assert first(exact="no", offload="tight", int8="yes") == "offload"
+    assert first(exact="no", int8="yes", int4="yes") == "int8"
+    assert first(stock="no", exact="no") is None

@@ -242,7 +242,7 @@ def test_a_trainer_feeds_it(tmp_path: Path) -> None:
 
 
 def test_it_says_what_is_missing() -> None:
-    with pytest.raises(UnknownOptionError, match="codec for linear under gradient_norms 'int8'; known: 'wtacrs30'"):
+    with pytest.raises(UnknownOptionError, match="the codec for linear cannot be 'int8'; allowed: 'wtacrs30'"):
         CompressionConfig(linear="int8", gradient_norms=10)
     # an override with another codec switches the norms off for that module
     assert CompressionConfig.from_preset("wtacrs", overrides=(("a", "linear", "int8"),)).at("a").gradient_norms == 0

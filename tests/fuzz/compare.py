@@ -133,8 +133,7 @@ def _by_name(seen: Sequence[Seen]) -> dict[tuple[str, str, str], Tensor]:
 
 def _same_things(case: Case, ours: Sequence[Seen], stock: Sequence[Seen]) -> list[Failure]:
     a, b = _by_name(ours), _by_name(stock)
-    # with logits=False the model returns no logits in training
-    missing = [k for k in b if k not in a and (case.keep_logits or k[2] != "logits")]
+    missing = [k for k in b if k not in a]
     extra = [k for k in a if k not in b]
     failures = []
     if missing:

@@ -87,6 +87,9 @@ class Run:
                 own = _own_loss(output.logits)
                 loss = own if loss is None else loss + own
         self.show("forward", stage, "loss", loss)
+        if self.case.program != "threads":
+            # what ours draws, such as in a probe, is drawn from generators of its own
+            self.show("forward", stage, "generator", torch.get_rng_state())
         if output.get("logits") is not None:
             self.show("forward", stage, "logits", output.logits)
         for index, hidden in enumerate(output.get("hidden_states") or ()):

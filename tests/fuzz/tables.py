@@ -46,8 +46,7 @@ def _others(name: str) -> dict[str, Any]:
 
 
 def _case(name: str, preset: str, **fields: Any) -> Case:
-    # the preset "long" returns no logits; here that is a field of its own
-    case = Case(preset=preset, keep_logits=preset != "long", batch=2, length=7, **fields, **_others(name)).tidy()
+    case = Case(preset=preset, batch=2, length=7, **fields, **_others(name)).tidy()
     if preset == "int8" and case.lora != "none" and case.checkpointing != "none":
         # adapters alone, of layers that are computed again from rounded inputs: no limit tells wrong from lossy
         case = replace(case, checkpointing="none")

@@ -39,6 +39,13 @@ def test_hooks(name: str) -> None:
     _assert_as_stock(HOOK_CASES[name])
 
 
+@pytest.mark.parametrize("programs", [True, False])
+@pytest.mark.parametrize("preset", ["exact", "int8", "tempo"])
+def test_a_merge_under_autocast(preset: str, programs: bool) -> None:
+    """Stock has kept the casts of weights that ours casts again, so ours has to refuse what merging wrote on them."""
+    _assert_as_stock(Case(mode="autocast", lora="plain", between="merge", preset=preset, programs=programs))
+
+
 @pytest.mark.parametrize("between", BETWEEN)
 def test_each_row_has_gradients_or_an_error(between: str) -> None:
     """Otherwise the row could not fail."""

@@ -31,13 +31,6 @@ def assert_lawful(name: str, args: Any, oracle: Any, terms: list[Tensor | None])
     assert_equal_bits(present(run(name, args)), present(ours))
 
 
-def fwd_terms(
-    h: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, pointwise: Any, dtype: torch.dtype
-) -> list[Tensor | None]:
-    terms = sum_terms(torch.nn.functional.linear(h, weight, bias), pointwise)
-    return [terms, None, terms]
-
-
 def sum_terms(x: Tensor, pointwise: Any) -> Tensor:
     """The effect of one rounding of each x - max and of each exp on the logarithm of the sum."""
     x = logits_chunks.applied(pointwise, x)
@@ -47,23 +40,15 @@ def sum_terms(x: Tensor, pointwise: Any) -> Tensor:
 @every_dtype
 @every_shape
 def test_fwd(dtype: torch.dtype, shape: tuple[int, int]) -> None:
-    for args in samples("linear_cross_entropy_fwd", dtype, *shape):
-        oracle = (*wide(args[:-1]), torch.float64)
-        assert_lawful("linear_cross_entropy_fwd", args, oracle, [*fwd_terms(*oracle)])
-
-
-@every_dtype
-@every_shape
-def test_from_whole_logits(dtype: torch.dtype, shape: tuple[int, int]) -> None:
-    """The losses are the reference's bits."""
-    for args in samples("cross_entropy_fwd", dtype, *shape):
-        logits, rows, target, pointwise, _ = args
-        terms = sum_terms((logits if rows is None else logits[rows]).double(), pointwise)
-        oracle = (*wide((logits, rows, target, pointwise)), torch.float64)
-        assert_lawful("cross_entropy_fwd", args, oracle, [None, None, terms])
-        assert_equal_bits(
-            present(run("cross_entropy_fwd", args))[:1], present(specified("cross_entropy_fwd", args))[:1]
-        )
+    """From hidden states and from whole logits. The losses are the reference's bits."""
+    name = "linear_cross_entropy_fwd"
+    for args in samples(name, dtype, *shape):
+        h, weight, bias, target, pointwise, _, logits, rows, scale = args
+        wide_logits = torch.nn.functional.linear(*wide((h, weight, bias))) if logits is None else logits.double()
+        terms = sum_terms(wide_logits if rows is None else wide_logits[rows], pointwise)
+        oracle = (*wide((h, weight, bias, target, pointwise)), torch.float64, *wide((logits, rows, scale)))
+        assert_lawful(name, args, oracle, [terms, None, terms, None])
+        assert_equal_bits(present(run(name, args))[:1], present(specified(name, args))[:1])
 
 
 @every_dtype
@@ -97,24 +82,14 @@ def test_grad_of_a_chunk(layout: str, in_place: bool) -> None:
     torch.testing.assert_close(dy, expected, rtol=8 * torch.finfo(torch.float32).eps, atol=2**-24)
 
 
-def statistics(logits: Tensor, target: Tensor, width: int, of: Any) -> list[Tensor]:
-    state = [torch.full((len(target),), -torch.inf, device=DEVICE), torch.zeros(len(target), device=DEVICE)]
-    state.append(torch.zeros(len(target), device=DEVICE, dtype=torch.float64))
-    for start in range(0, logits.size(1), width):
-        of(logits[:, start : start + width], target, start, *state)
-    return state
-
-
 @pytest.mark.parametrize("end", [torch.inf, -torch.inf, torch.nan, 3e38])
-@pytest.mark.parametrize("width", [5, 16])
-def test_numbers_that_are_none(end: float, width: int) -> None:
+def test_numbers_that_are_none(end: float) -> None:
     logits = torch.randn(4, 16, device=DEVICE)
-    # in the first chunk, in the last chunk, and in a whole row
+    # in the first column, in the last one, and in a whole row
     logits[0, 0] = logits[1, 15] = end
     logits[2] = end
-    target = torch.tensor([0, 1, 2, 3], device=DEVICE)
-    (maximum, picked, total), (maximum_, picked_, total_) = (
-        statistics(logits, target, width, of) for of in (kernel._softmax_statistics, reference._softmax_statistics)
+    log_probabilities = torch.log_softmax(logits, 1)
+    (maximum, log_sum), (maximum_, log_sum_) = (
+        of(logits, log_probabilities) for of in (kernel.statistics, reference._row_statistics)
     )
-    torch.testing.assert_close(picked, picked_, rtol=0, atol=0, equal_nan=True)
-    torch.testing.assert_close(total.log() + maximum, total_.log() + maximum_, rtol=1e-6, atol=0, equal_nan=True)
+    torch.testing.assert_close(log_sum + maximum, log_sum_ + maximum_, rtol=1e-6, atol=0, equal_nan=True)

@@ -19,6 +19,7 @@ from hf_actcompress.memory.estimation.fake_step.fake_kernels import KernelResult
 from hf_actcompress.memory.estimation.fake_step.stand_ins import StepRules
 from hf_actcompress.memory.estimation.fake_step.workspaces import CUDA_WORKSPACES
 from hf_actcompress.private_apis import FakeTensorMode
+from hf_actcompress.quick.sizes import readable_size
 from hf_actcompress.reference.device_rules import device_rules, under_rules
 from hf_actcompress.reference.logits_chunks import MIN_DEVICE_CHUNK
 
@@ -217,3 +218,12 @@ def test_a_mask_that_a_model_makes_itself_is_skipped_where_it_hides_nothing():
     )
     # a mask of the decoder would grow with the square of the tokens
     assert long.kept_bytes < 2.01 * short.kept_bytes
+
+
+def test_the_peak_that_an_estimate_prints_is_what_the_card_must_have() -> None:
+    """As in the table of the command, its JSON and the page; on a CPU there is no context."""
+    found, on_cpu = (estimate(LLAMA, batch_size=1, seq_len=64, device=device) for device in ("cuda", "cpu"))
+    whole, context = readable_size(found.device_bytes), readable_size(found.context_bytes)
+    assert f"peak {whole} with {context} for the device's context" in str(found)
+    assert found.tables()[0].total[1] == whole and found.device_bytes > found.total_peak_bytes
+    assert f"peak {readable_size(on_cpu.total_peak_bytes)}, kept" in str(on_cpu)

@@ -221,9 +221,9 @@ def test_advice_on_fp32_adapters():
 
 def test_advice_on_logits():
     logits = 2 * LENGTH * VOCAB * 2
-    model = patch_model(build("llama"))
+    model = patch_model(build("llama"), CompressionConfig(logits=True))
     assert advice(model)["logits"] == logits
-    assert "logits" not in advice(patch_model(model, CompressionConfig(logits=False)))
+    assert "logits" not in advice(patch_model(model))
 
 
 def test_advice_on_functional_dropout():

@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from hf_actcompress import measure_step, patch_model, patch_report, unpatch_model
+from hf_actcompress import patch_report
 from hf_actcompress.errors import DoesNotFitError, MeasurementError, UnknownOptionError, UnsupportedModelError
 from hf_actcompress.memory import Plan, estimate, max_batch_size, max_seq_len, plan
 from hf_actcompress.memory.planning.costs import DeviceModel, Work, checkpoint_time, codec_error, storage_time
 from hf_actcompress.memory.planning.knapsack import Weighed, choose, undominated
 from hf_actcompress.memory.planning.options import LayerOption
+from tests.memory.planned_steps import peak_with
 from tests.slopes import gpt2
 
 SIZES = {"batch_size": 2, "seq_len": 128}
@@ -46,19 +47,13 @@ def test_a_plan_fits_in_the_real_step_and_serialises(share, objective, tmp_path,
     budget = needed(True) + int(share * (needed(False) - needed(True)))
     found = planned(budget, objective=objective)
     state = found.estimate.state_bytes
-    ids = torch.randint(3, 128, (2, 128))
+    roles: set[str] = set()
 
-    def step() -> None:
-        patched(input_ids=ids, labels=ids).loss.backward()
+    def look(patched: Any) -> None:
+        roles.update(row.role for row in patch_report(patched).patched)
 
-    patched = patch_model(model(), found)
-    try:
-        assert {row.role for row in patch_report(patched).patched} & {"checkpoint", "norm"}
-        step()
-        peak = measure_step(step, "cpu").peak_bytes
-    finally:
-        unpatch_model(patched)
-        patched.zero_grad(set_to_none=True)
+    peak = peak_with(found, model(), torch.randint(3, 128, (2, 128)), look)
+    assert roles & {"checkpoint", "norm"}
     assert state + peak <= budget
     assert found.estimate.step_peak_bytes == pytest.approx(peak, rel=0.05)
     if objective == "fidelity":
@@ -80,18 +75,7 @@ def test_inputs_of_checkpointed_layers_are_compressed_where_nothing_else_fits():
     )
     assert sum(row.option == "compressed_checkpoint" for row in found.rows) >= LAYERS - 1
     assert 0 < found.error < 0.01 and not found.config.lossless
-    ids = torch.randint(3, 128, (2, 128))
-
-    def step() -> None:
-        patched(input_ids=ids, labels=ids).loss.backward()
-
-    patched = patch_model(model(), Plan.from_json(found.to_json()))
-    try:
-        step()
-        peak = measure_step(step, "cpu").peak_bytes
-    finally:
-        unpatch_model(patched)
-        patched.zero_grad(set_to_none=True)
+    peak = peak_with(found, model(), torch.randint(3, 128, (2, 128)))
     assert found.estimate.state_bytes + peak <= floor[1]
 
 
@@ -106,19 +90,12 @@ def test_attention_is_kept_where_there_is_room_for_it():
     assert {row.option for row in least.rows} == {"checkpoint"}
     kept = [row.layer for row in found.rows if row.option == "checkpoint_with_attention"]
     assert kept and found.time < plain.time and found.config.lossless
-    ids = torch.randint(3, 128, (2, 128))
+    reported: set[str] = set()
 
-    def step() -> None:
-        patched(input_ids=ids, labels=ids).loss.backward()
+    def look(patched: Any) -> None:
+        reported.update(row.name for row in patch_report(patched).rows if row.role == "checkpoint_input")
 
-    patched = patch_model(model(), Plan.from_json(found.to_json()))
-    try:
-        reported = {row.name for row in patch_report(patched).rows if row.role == "checkpoint_input"}
-        step()
-        peak = measure_step(step, "cpu").peak_bytes
-    finally:
-        unpatch_model(patched)
-        patched.zero_grad(set_to_none=True)
+    peak = peak_with(found, model(), torch.randint(3, 128, (2, 128)), look)
     assert {name.removeprefix("transformer.") for name in reported} == {
         name.removeprefix("transformer.") for name in kept
     }

@@ -57,12 +57,16 @@ def test_frozen_weights_have_half_a_backward_and_packed_ones_are_whole(name: str
     config, shapes = CONFIGS[name]
     attention = 4 * S * T * 64
     trained = layer(config, cuda=cuda)
-    assert trained == Work(linear(*shapes), attention, 2 * linear(*shapes) + ATTENTION_BACKWARD * attention)
+    backward = 2 * linear(*shapes) + ATTENTION_BACKWARD * attention
+    # the products of the MLP are those that tiles compute again
+    assert trained == Work(linear(*shapes), attention, backward, linear(*shapes[-3 if name == "Llama" else -2 :]))
     products = linear(*shapes) + adapters(*shapes)
     backward = linear(*shapes) + 2 * adapters(*shapes) + ATTENTION_BACKWARD * attention
-    assert layer(config, RANK, cuda=cuda) == Work(products, attention, backward)
+    mlp = shapes[-3 if name == "Llama" else -2 :]
+    expected = Work(products, attention, backward, linear(*mlp) + adapters(*mlp))
+    assert layer(config, RANK, cuda=cuda) == expected
     for packed in ("nf4", "int8"):
-        assert layer(config, RANK, packed, cuda) == Work(products, attention, backward)
+        assert layer(config, RANK, packed, cuda) == expected
 
 
 @pytest.mark.parametrize("cuda", [True, False], ids=["cuda", "cpu"])

@@ -1,21 +1,29 @@
-"""The states that bitsandbytes keeps under transformers' Trainer, by the byte."""
+"""The states that optimizers keep under transformers' Trainer, by the byte."""
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import transformers as hf
+from transformers.training_args import OptimizerNames
 
 from hf_actcompress import estimate
+from hf_actcompress.errors import UnknownOptionError
 from hf_actcompress.memory.estimation.states.optimizers import optimizer_rule
 
 LLAMA: dict[str, Any] = {
     "vocab_size": 500, "hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
     "intermediate_size": 256, "use_cache": False,
 }  # fmt: skip
+ADAMW = ("adamw_bnb_8bit", "paged_adamw_8bit", "paged_adamw_32bit")
+OTHERS = (
+    "adagrad", "rmsprop", "rmsprop_bnb", "rmsprop_bnb_8bit", "lion_32bit", "paged_lion_8bit", "ademamix",
+    "paged_ademamix_8bit",
+)  # fmt: skip
 MODELS: dict[str, Any] = {
     "Llama": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**LLAMA)),
     "Llama, tied": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**LLAMA, tie_word_embeddings=True)),
@@ -42,16 +50,31 @@ def states_of(model: Any, optim: str, folder: Path) -> int:
     return sum(x.nbytes for name, x in named if isinstance(x, torch.Tensor) and not name.startswith("qmap"))
 
 
-@pytest.mark.parametrize("optim", ["adamw_bnb_8bit", "paged_adamw_8bit", "paged_adamw_32bit"])
+@pytest.mark.parametrize(("name", "optim"), [*product(MODELS, ADAMW), *(("Llama, tied", optim) for optim in OTHERS)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("name", MODELS)
-def test_states_of_bitsandbytes(name: str, dtype: torch.dtype, optim: str, tmp_path: Path) -> None:
-    """Moments of 8 bits but for embeddings and small tensors; those of 32 bits are fp32 whatever the weights are."""
+def test_states_under_the_trainer(name: str, dtype: torch.dtype, optim: str, tmp_path: Path) -> None:
+    """Moments of 8 bits but for embeddings and small tensors; those of 32 bits are fp32 whatever the weights are.
+
+    Optimizers of torch keep the weights' dtype.
+    """
     pytest.importorskip("bitsandbytes")
     pytest.importorskip("accelerate")
     model = MODELS[name]().to(dtype)
     found = estimate(model, batch_size=2, seq_len=16, optimizer=optim, device="cpu")
     assert found.optimizer_bytes == states_of(model, optim, tmp_path)
+
+
+def test_each_name_of_the_trainer_has_a_price_or_an_error_that_says_so() -> None:
+    unpriced = []
+    for known in OptimizerNames:
+        try:
+            optimizer_rule(known.value)
+        except UnknownOptionError as error:
+            assert "number of bytes of the Trainer's optimizer" in str(error)
+            unpriced.append(known.value)
+    assert len(unpriced) < len(OptimizerNames) / 2
+    with pytest.raises(UnknownOptionError, match="unknown optimizer 'adam'"):
+        optimizer_rule("adam")
 
 
 def test_names_without_bits_mean_32() -> None:

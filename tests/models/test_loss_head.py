@@ -8,6 +8,8 @@ import sys
 import pytest
 import torch
 from torch import Tensor
+from transformers import LlamaForCausalLM
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from hf_actcompress import CompressionConfig, ops, patch_model
 from hf_actcompress.errors import UnknownOptionError
@@ -50,6 +52,32 @@ def test_num_items_in_batch_and_shift_labels(name):
     for options in ({"num_items_in_batch": torch.tensor(57)}, {"num_items_in_batch": 57}, {"shift_labels": shifted}):
         (expected, _), (found, _) = step(stock, inputs, **options), step(ours, inputs, **options)
         assert torch.equal(found.loss, expected.loss)
+
+
+@pytest.mark.parametrize("mode", ("fp32", "bf16", "autocast"))
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("trained", (True, False), ids=("trained head", "frozen head"))
+def test_a_step_of_an_accumulation(name, mode, trained):
+    """The loss is a sum over tokens, divided by the number of all tokens of two batches.
+
+    The errors of four batches together: where nothing has stock's bits, one batch alone may be a tenth off by chance.
+    """
+    stock, ours = pair(MODELS[name], torch.bfloat16 if mode == "bf16" else torch.float32)
+    for model in (stock, ours):
+        model.get_output_embeddings().requires_grad_(trained)
+    truth_model, errors = copy.deepcopy(stock).double(), []
+    for inputs in (batch() for _ in range(4)):
+        count = 2 * (inputs["labels"][:, 1:] != -100).sum()
+        options = {} if name.startswith(("bert", "t5")) else {"num_items_in_batch": count}
+        (expected, stock_grads), (found, grads) = (
+            step(model, inputs, mode == "autocast", **options) for model in (stock, ours)
+        )
+        _, truth = step(truth_model, inputs, **options)
+        assert torch.equal(found.loss, expected.loss) and found.loss.dtype == expected.loss.dtype
+        assert grads.keys() == stock_grads.keys()
+        errors.append([error(found, truth) ** 2 for found in (grads, stock_grads)])
+    own, stocks = (sum(column) ** 0.5 for column in zip(*errors, strict=True))
+    assert own <= EXACT * stocks
 
 
 def test_a_share_of_targets_reaches_the_head():
@@ -101,8 +129,9 @@ def test_stock_without_grad_in_eval_and_without_labels(name):
     assert torch.equal(found.logits, expected.logits) and torch.equal(found.loss, expected.loss)
 
 
-def test_returned_logits_are_differentiable():
-    stock, ours = pair(llama)
+@pytest.mark.parametrize("logits", (True, False))
+def test_returned_logits_are_differentiable(logits):
+    stock, ours = pair(llama, logits=logits)
     inputs = batch()
     grads = []
     for model in (stock, ours):
@@ -142,3 +171,29 @@ def test_kept_bytes_and_peak_do_not_grow_with_the_vocabulary(make, dtype):
         else:
             # the weight's gradient; if the weight is tied, there are two gradients until they are added
             assert peaks[1] - peaks[0] < grown / 4 + 4 * weight
+
+
+class _Extended(LlamaForCausalLM):
+    """Sets fields late, in another order than they are declared, adds an attribute, and nests another output."""
+
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> CausalLMOutputWithPast:
+        inner = super().forward(input_ids, labels=labels)
+        other = CausalLMOutputWithPast(hidden_states=(self.model.norm.weight * 2,))
+        other.loss = other.hidden_states[0].sum()
+        self.untouched = other
+        out = CausalLMOutputWithPast(hidden_states=[other])
+        out.logits, out.loss, out.more = inner.logits, inner.loss, "more"
+        return out
+
+
+@pytest.mark.parametrize("logits", (True, False))
+@pytest.mark.parametrize("labelled", (True, False))
+def test_an_output_stays_as_the_model_has_made_it(labelled, logits):
+    stock = _Extended(llama().config)
+    ours, inputs = copy.deepcopy(stock), batch()
+    patch_model(ours, CompressionConfig(logits=logits))
+    given = inputs["input_ids"], inputs["labels"] if labelled else None
+    expected, found = stock(*given), ours(*given)
+    assert list(found) == list(expected) and vars(found).keys() == vars(expected).keys() and found.more == "more"
+    assert found.hidden_states[0] is ours.untouched and list(ours.untouched) == list(stock.untouched)
+    assert torch.equal(found.logits, expected.logits) and found[0] is found.hidden_states

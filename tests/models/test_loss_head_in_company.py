@@ -63,7 +63,9 @@ def test_report_and_unpatch():
     model = bert().train()
     patch_model(model)
     rows = [row for row in patch_report(model).rows if row.role == "loss_head"]
-    assert [(row.name, row.kind, row.reason) for row in rows] == [("cls.predictions.decoder", "logits", "")]
+    (row,) = rows
+    assert (row.name, row.kind, row.reason, row.note) == ("cls.predictions.decoder", "lazy_logits", "", "")
+    assert row.keeps == "input, logits<256 MiB"
     assert type(unpatch_model(model).cls.predictions.decoder) is torch.nn.Linear
     patch_model(model, CompressionConfig(loss_head=False))
     (row,) = (row for row in patch_report(model).rows if row.role == "loss_head")

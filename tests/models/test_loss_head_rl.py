@@ -150,7 +150,7 @@ def test_logits_to_keep_and_labels() -> None:
     expected, found = (model(input_ids=ids, logits_to_keep=5).logits for model in (stock, ours))
     assert isinstance(found, ops.DeferredLogits) and torch.equal(found, expected)
     labelled = ours(input_ids=ids, labels=ids)
-    assert type(labelled.logits) is Tensor
+    assert isinstance(labelled.logits, ops.DeferredLogits)
 
 
 def test_a_loss_of_ones_own_beside_labels_without_logits() -> None:

@@ -12,13 +12,15 @@ from transformers.models.llama.configuration_llama import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 from transformers.models.olmo2.modeling_olmo2 import Olmo2RMSNorm
 
-from hf_actcompress import patch_model, patch_report, unpatch_model
+from hf_actcompress import CompressionConfig, patch_model, patch_report, unpatch_model
 from hf_actcompress.config import PRESETS
 from hf_actcompress.models.gated_mlps import find_gated_mlp
 from hf_actcompress.models.probe import DTYPES, Answers, answers_kept
 from hf_actcompress.models.rms_norms import find_rms_norm
+from hf_actcompress.models.rules import find_site
 from hf_actcompress.models.sites import Declined, Site
 from hf_actcompress.modules.base import PatchedModule
+from hf_actcompress.modules.leaves import OwnLinearMixin
 from tests.families import BY_NAME
 
 WIDTH = 24
@@ -93,7 +95,9 @@ def test_rms_norms_of_mixed_dtypes(kind: Any, input_dtype: torch.dtype, weight_d
 @pytest.mark.parametrize("kind", [ClampedMLP, WideMLP, MLPWithScale])
 def test_other_gated_mlps_are_left_alone(kind: Any) -> None:
     mlp = kind(LlamaConfig(hidden_size=8, intermediate_size=12, num_attention_heads=1))
-    (row,) = (row for row in patch_report(patch_model(copy.deepcopy(mlp))).rows if row.role == "gated_mlp")
+    # with tiles for checkpointed layers, which run its own code
+    whole = patch_model(copy.deepcopy(mlp), CompressionConfig(tiled_mlp=0))
+    (row,) = (row for row in patch_report(whole).rows if row.role == "gated_mlp")
     assert row.reason
     same_as_stock(mlp, 100 * torch.randn(2, 3, 8))
     same_as_stock(mlp, torch.randn(2, 3, 8), autocast=True)
@@ -185,6 +189,33 @@ class SwitchedRMSNorm(LlamaRMSNorm):
     def forward(self, hidden_states: Tensor) -> Tensor:
         x = hidden_states if self.clamp is None else hidden_states.clamp(-self.clamp, self.clamp)
         return super().forward(x)
+
+
+class WideLinear(nn.Linear):
+    """It returns fp32, as routers do."""
+
+    __module__ = "transformers.models.own"
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).float()
+
+
+class ScaledLinear(WideLinear):
+    """A linear layer until its scale is trained: Dory's head."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, 8)
+        self.scale = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.scale
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_linear_layers_of_a_models_own(dtype: torch.dtype) -> None:
+    found = find_site(WideLinear(WIDTH, 8).to(dtype), CompressionConfig())
+    assert isinstance(found, Site) and found.mixin is OwnLinearMixin
+    assert isinstance(find_site(ScaledLinear().to(dtype), CompressionConfig()), Declined)
 
 
 def test_modules_that_are_alike_are_asked_once_and_others_each() -> None:

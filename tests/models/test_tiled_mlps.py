@@ -31,7 +31,7 @@ def _families() -> list[Any]:
     return [family for family in FAMILIES if family.name in WITH_MLP]
 
 
-def _llama(layers: int = 2, hidden: int = 64, dtype: torch.dtype = torch.float32) -> nn.Module:
+def llama(layers: int = 2, hidden: int = 64, dtype: torch.dtype = torch.float32) -> nn.Module:
     torch.manual_seed(0)
     config = hf.LlamaConfig(
         vocab_size=64, hidden_size=hidden, intermediate_size=7 * hidden // 2, num_hidden_layers=layers,
@@ -40,7 +40,7 @@ def _llama(layers: int = 2, hidden: int = 64, dtype: torch.dtype = torch.float32
     return hf.LlamaModel(config).to(dtype).train()
 
 
-def _lora(model: nn.Module, **options: Any) -> nn.Module:
+def with_lora(model: nn.Module, **options: Any) -> nn.Module:
     peft = pytest.importorskip("peft")
     torch.manual_seed(1)
     wrapped: nn.Module = peft.get_peft_model(model, peft.LoraConfig(target_modules="all-linear", r=4, **options))
@@ -50,16 +50,16 @@ def _lora(model: nn.Module, **options: Any) -> nn.Module:
     return wrapped
 
 
-def _checkpointed(model: Any, reentrant: bool = False) -> Any:
+def checkpointed(model: Any, reentrant: bool = False) -> Any:
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     return model
 
 
-def _x(hidden: int = 64, rows: int = 37, dtype: torch.dtype = torch.float32) -> Tensor:
+def some_rows(hidden: int = 64, rows: int = 37, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(2, rows, hidden, generator=torch.Generator().manual_seed(3)).to(dtype)
 
 
-def _gradients(model: Any, x: Tensor, needs_x: bool = True) -> list[Tensor]:
+def gradients(model: Any, x: Tensor, needs_x: bool = True) -> list[Tensor]:
     x = x.clone().requires_grad_(needs_x)
     y = model(inputs_embeds=x).last_hidden_state
     torch.manual_seed(5)
@@ -87,15 +87,15 @@ def test_every_kind_of_mlp_is_stock_in_fp64(family: Any) -> None:
 
 
 @pytest.mark.parametrize("checkpointing", [None, False, True])
-@pytest.mark.parametrize("build", [_llama, lambda **o: _lora(_llama(**o))], ids=["full", "lora"])
+@pytest.mark.parametrize("build", [llama, lambda **o: with_lora(llama(**o))], ids=["full", "lora"])
 def test_gradients_in_bf16_err_as_stocks(build: Callable[..., nn.Module], checkpointing: bool | None) -> None:
     def run(config: CompressionConfig | None, dtype: torch.dtype) -> list[Tensor]:
         model = build(dtype=torch.bfloat16).to(dtype)
         if config is not None:
             patch_model(model, config)
         if checkpointing is not None:
-            _checkpointed(model, reentrant=checkpointing)
-        return _gradients(model, _x(dtype=torch.bfloat16, rows=200).to(dtype))
+            checkpointed(model, reentrant=checkpointing)
+        return gradients(model, some_rows(dtype=torch.bfloat16, rows=200).to(dtype))
 
     ours, stock = run(CompressionConfig(tiled_mlp=64), torch.bfloat16), run(None, torch.bfloat16)
     assert_within_law(ours, stock, run(None, torch.float64))
@@ -103,13 +103,13 @@ def test_gradients_in_bf16_err_as_stocks(build: Callable[..., nn.Module], checkp
 
 def test_under_autocast_with_frozen_parts_and_without_a_gradient_of_the_input() -> None:
     def run(config: CompressionConfig | None) -> list[Tensor]:
-        model = _llama(layers=1)
+        model = llama(layers=1)
         for name, p in model.named_parameters():
             p.requires_grad_("up_proj" in name or "down_proj" in name)
         if config is not None:
             patch_model(model, config)
         with torch.autocast("cpu", torch.bfloat16):
-            x = _x()
+            x = some_rows()
             y = model(inputs_embeds=x).last_hidden_state
         y.backward(torch.ones_like(y))
         return [p.grad for p in model.parameters() if p.grad is not None]
@@ -121,11 +121,11 @@ def test_under_autocast_with_frozen_parts_and_without_a_gradient_of_the_input() 
 
 def test_odd_calls() -> None:
     """Expanded gradients, a second backward, no tokens, two dimensions, and hooks on the weights."""
-    model = _llama(layers=1)
-    stock_mlp = _llama(layers=1).layers[0].mlp  # type: ignore[union-attr, index]
+    model = llama(layers=1)
+    stock_mlp = llama(layers=1).layers[0].mlp  # type: ignore[union-attr, index]
     patch_model(model, TILED)
     mlp: Any = model.layers[0].mlp  # type: ignore[union-attr, index]
-    for x in (_x(), _x()[0], _x()[:, ::2], _x()[:, :0]):
+    for x in (some_rows(), some_rows()[0], some_rows()[:, ::2], some_rows()[:, :0]):
         results = []
         for module in (mlp, stock_mlp):
             leaf = x.clone(memory_format=torch.preserve_format).requires_grad_()
@@ -144,8 +144,8 @@ def test_odd_calls() -> None:
 
 
 def test_weights_that_were_written_on_raise() -> None:
-    model = patch_model(_llama(layers=1), TILED)
-    y = model(inputs_embeds=_x().requires_grad_()).last_hidden_state
+    model = patch_model(llama(layers=1), TILED)
+    y = model(inputs_embeds=some_rows().requires_grad_()).last_hidden_state
     with torch.no_grad():
         model.layers[0].mlp.up_proj.weight.add_(1)  # type: ignore[union-attr, index]
     with pytest.raises(RuntimeError, match="written on"):
@@ -154,12 +154,12 @@ def test_weights_that_were_written_on_raise() -> None:
 
 def test_exchanged_weights_get_the_gradients() -> None:
     """The weights of the forward, which the module has no longer when backward runs."""
-    mlp: Any = patch_model(_llama(layers=1), TILED).layers[0].mlp  # type: ignore[union-attr, index]
+    mlp: Any = patch_model(llama(layers=1), TILED).layers[0].mlp  # type: ignore[union-attr, index]
     found = []
     for module in (mlp, copy.deepcopy(unpatch_model(mlp))):
         others = {name: (2 * p.detach()).requires_grad_() for name, p in module.named_parameters()}
         before = list(module.parameters())
-        y = torch.func.functional_call(module, others, (_x().requires_grad_(),))
+        y = torch.func.functional_call(module, others, (some_rows().requires_grad_(),))
         y.sum().backward()
         assert all(a is b and a.grad is None for a, b in zip(module.parameters(), before, strict=True))
         found.append([x.grad for x in others.values()])
@@ -168,9 +168,9 @@ def test_exchanged_weights_get_the_gradients() -> None:
 
 def test_what_an_mlp_draws_is_drawn_again() -> None:
     """The MLP has LoRA's dropout. Finite differences in fp64 show that backward draws the masks of the forward."""
-    model = _lora(_llama(layers=1), lora_dropout=0.5).double()
+    model = with_lora(llama(layers=1), lora_dropout=0.5).double()
     mlp: Any = patch_model(model, TILED).base_model.model.layers[0].mlp  # type: ignore[union-attr]
-    x, direction = _x(rows=11).double().requires_grad_(), _x(rows=11).double().flip(1)
+    x, direction = some_rows(rows=11).double().requires_grad_(), some_rows(rows=11).double().flip(1)
 
     def value(x: Tensor) -> Tensor:
         torch.manual_seed(9)
@@ -185,7 +185,7 @@ def test_what_an_mlp_draws_is_drawn_again() -> None:
     torch.testing.assert_close((x.grad * direction).sum(), expected, rtol=1e-6, atol=1e-8)
 
 
-class _Products(TorchDispatchMode):
+class Products(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.rows = 0
@@ -197,28 +197,28 @@ class _Products(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("build", [_llama, lambda: _lora(_llama())], ids=["full", "lora"])
+@pytest.mark.parametrize("build", [llama, lambda: with_lora(llama())], ids=["full", "lora"])
 def test_tiles_cost_no_product_more_than_stocks_checkpointing(build: Callable[[], nn.Module]) -> None:
     counts = []
     for config in (None, TILED):
         model = build()
         if config is not None:
             patch_model(model, config)
-        _checkpointed(model)
-        with _Products() as products:
-            _gradients(model, _x())
+        checkpointed(model)
+        with Products() as products:
+            gradients(model, some_rows())
         counts.append(products.rows)
     assert counts[1] <= counts[0]
 
 
 def test_an_mlp_keeps_its_input_alone() -> None:
     """With "long", a layer keeps its input, q, k, v, attention's output, the MLP's norm's input, and statistics."""
-    hidden, x = 64, _x(rows=256, dtype=torch.bfloat16)
+    hidden, x = 64, some_rows(rows=256, dtype=torch.bfloat16)
 
     def kept(config: CompressionConfig | str) -> float:
         sizes = []
         for layers in (1, 2):
-            model = patch_model(_llama(layers, hidden, torch.bfloat16), config)
+            model = patch_model(llama(layers, hidden, torch.bfloat16), config)
             sizes.append(held_bytes(lambda model=model: model(inputs_embeds=x.requires_grad_()).last_hidden_state))
         return (sizes[1] - sizes[0]) / x.numel()
 
@@ -232,11 +232,11 @@ def test_the_peak_of_a_checkpointed_layer(trained: bool, monkeypatch: pytest.Mon
     monkeypatch.setattr(tiles, "TILE", 2**14)
     hidden, rows, peaks = 128, 8192, []
     for config in (None, CompressionConfig(tiled_mlp=64)):
-        model = _llama(2, hidden, torch.bfloat16).requires_grad_(trained)
+        model = llama(2, hidden, torch.bfloat16).requires_grad_(trained)
         if config is not None:
             patch_model(model, config)
-        _checkpointed(model)
-        x = _x(hidden, rows // 2, torch.bfloat16).requires_grad_()
+        checkpointed(model)
+        x = some_rows(hidden, rows // 2, torch.bfloat16).requires_grad_()
         y = model(inputs_embeds=x).last_hidden_state
         dy = torch.randn_like(y)
         peaks.append(allocator_trace(lambda y=y, dy=dy: y.backward(dy)).peak_bytes / x.numel())
@@ -246,8 +246,8 @@ def test_the_peak_of_a_checkpointed_layer(trained: bool, monkeypatch: pytest.Mon
 def test_sums_of_weights_take_no_copy_of_a_gradient() -> None:
     """Beside the three sums in fp32, memory holds one gradient of a tile, and a few rows of its copy in fp32."""
     hidden, tile = 768, 64
-    mlp: Any = patch_model(_llama(1, hidden, torch.bfloat16), CompressionConfig(tiled_mlp=tile)).layers[0].mlp  # type: ignore[union-attr, index]
-    x = _x(hidden, 2 * tile, torch.bfloat16).requires_grad_()
+    mlp: Any = patch_model(llama(1, hidden, torch.bfloat16), CompressionConfig(tiled_mlp=tile)).layers[0].mlp  # type: ignore[union-attr, index]
+    x = some_rows(hidden, 2 * tile, torch.bfloat16).requires_grad_()
     y = mlp(x)
     dy, weight = torch.randn_like(y), mlp.up_proj.weight.numel()
     inside = 10 * 2 * tile * 7 * hidden // 2 + 2 * x.numel()
@@ -278,16 +278,16 @@ def test_an_estimate_sees_it(device: str) -> None:
 
 
 def test_hooks_inside_and_compiled_graphs_leave_an_mlp_whole() -> None:
-    mlp: Any = patch_model(_llama(layers=1), TILED).layers[0].mlp  # type: ignore[union-attr, index]
+    mlp: Any = patch_model(llama(layers=1), TILED).layers[0].mlp  # type: ignore[union-attr, index]
     seen: list[int] = []
     hook = mlp.up_proj.register_forward_hook(lambda module, args, y: seen.append(y.shape[1]))
-    mlp(_x().requires_grad_()).sum().backward()
+    mlp(some_rows().requires_grad_()).sum().backward()
     hook.remove()
     assert seen == [37]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         compiled = torch.compile(mlp, backend="aot_eager", fullgraph=True)
-        torch.testing.assert_close(compiled(_x().requires_grad_()), mlp(_x()))
+        torch.testing.assert_close(compiled(some_rows().requires_grad_()), mlp(some_rows()))
 
 
 @pytest.mark.parametrize("wrong", [-1, 2.5, "some", True])

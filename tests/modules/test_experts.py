@@ -14,6 +14,7 @@ from torch import Tensor
 from hf_actcompress import CompressionConfig, patch_model, patch_report, unpatch_model
 from hf_actcompress.modules.base import settings_of
 from hf_actcompress.modules.experts import ExpertsMixin
+from hf_actcompress.private_apis import parametrizations
 from tests.oracle import EXACT, assert_equal_bits, kept_bytes
 
 H, FFN, EXPERTS, CHOICES, TOKENS = 64, 32, 8, 2, 480
@@ -228,3 +229,11 @@ def test_frozen_experts_and_unpatching() -> None:
             torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-7)
     unpatch_model(model)
     assert type(model.model.layers[0].mlp.experts) is stock_class
+
+
+def test_the_first_call_with_adapters_draws_no_numbers() -> None:
+    """Otherwise the first forward of a process would have other dropout masks than stock's."""
+    parametrizations._counted_writes.cache_clear()
+    before = torch.get_rng_state()
+    assert parametrizations._counted_writes(False) > 0
+    assert torch.equal(torch.get_rng_state(), before)

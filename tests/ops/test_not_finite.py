@@ -17,6 +17,7 @@ from hf_actcompress.dispatch import use
 from hf_actcompress.errors import UnknownOptionError
 from hf_actcompress.methods.norm_output.op import layer_norm_output, rms_norm_output
 from hf_actcompress.methods.tempo.op import attention_tempo
+from hf_actcompress.modules.base import FoundWith
 from hf_actcompress.modules.leaves import ACTIVATION_OPS, ActivationSettings
 from hf_actcompress.reference import ACTIVATIONS
 from hf_actcompress.roles import Role
@@ -64,7 +65,8 @@ def test_activations(name: str, choice: str) -> None:
     keep, tried = ACTIVATION_OPS[name], 0
     for kind in ACTIVATIONS:
         stock, options = activation.STOCKS[kind], activation.OPTIONS.get(kind, ())
-        op = partial(keep, stock=stock, s=ActivationSettings(Role.ACTIVATION, kind, keeps=name, constants=options))
+        settings = ActivationSettings(Role.ACTIVATION, kind, keeps=name, attributes=(), found_with=FoundWith(()))
+        op = partial(keep, stock=stock, c=options, s=settings)
         for bad in (*BAD, -300.0):
             x = torch.tensor([0.25, bad, -1.0], requires_grad=True)
             try:

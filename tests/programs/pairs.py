@@ -1,4 +1,4 @@
-"""Pairs of models with the same weights: one runs leaf by leaf, the other as programs."""
+"""Pairs of models with the same weights: one runs module by module, the other as programs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ every_family = pytest.mark.parametrize("name", NAMES)
 
 
 def pair(name: str, dtype: torch.dtype = torch.float32, **options: Any) -> tuple[Any, Any]:
-    """Two models with the same weights: the first runs leaf by leaf, the second as programs."""
+    """Two models with the same weights: the first runs module by module, the second as programs."""
     model = BY_NAME[name].build(dtype, **options)
     return patch_model(model, LEAVES), patch_model(copy.deepcopy(unpatch_model(copy.deepcopy(model))), PROGRAMS)
 

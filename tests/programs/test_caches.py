@@ -32,7 +32,7 @@ def test_layers_run_as_programs_with_the_configs_cache(name: str) -> None:
     batch = BY_NAME[name].make_batch()
     assert_same(model, programs, batch)
     assert calls(programs) and all(calls(programs))
-    assert not [row.note for row in patch_report(programs).patched if "leaf by leaf" in row.note]
+    assert not [row.note for row in patch_report(programs).patched if "module by module" in row.note]
     assert cache_in(programs(**batch).to_tuple()) is not None
 
 

@@ -156,7 +156,7 @@ def test_captured_outputs(name: str, asked: tuple[str, ...], used: bool, reentra
     batch, results = BY_NAME[name].make_batch(), []
     for patched in (False, True):
         model = BY_NAME[name].build(attn_implementation="eager")
-        # as an argument of the call it would also reach the layers, which then run leaf by leaf in backward in any case
+        # as an argument of the call it would also reach the layers, which then run module by module in backward anyway
         for kind in asked:
             setattr(model.config, f"output_{kind}", True)
         if patched:

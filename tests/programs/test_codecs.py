@@ -59,7 +59,7 @@ def test_dropout_in_attention(name: str) -> None:
 
 
 def test_two_backwards_and_a_checkpointed_step() -> None:
-    """The second run of a checkpointed layer keeps its activations through the codecs, as leaf by leaf."""
+    """The second run of a checkpointed layer keeps its activations through the codecs, as module by module."""
     batch, results = BY_NAME["bert"].make_batch(), []
     for programs in (False, True):
         model = patch_model(BY_NAME["bert"].build(torch.float32), replace(resolve("int8"), programs=programs))

@@ -61,7 +61,7 @@ def test_the_same_bits(kind: str) -> None:
     (expected, wanted), (loss, grads) = gradients(leaves, kind), gradients(programs, kind)
     assert torch.equal(loss, expected)
     assert all(g is wanted[name] is None or torch.equal(g, wanted[name]) for name, g in grads.items())
-    # a decoder's layers that attend to an encoder go leaf by leaf
+    # a decoder's layers that attend to an encoder go module by module
     expected_calls = [int("BartDecoder" not in type(layer).__name__) for layer in layers]
     assert [layer.actcompress.programs.calls for layer in layers] == expected_calls and 1 in expected_calls  # type: ignore[union-attr]
 

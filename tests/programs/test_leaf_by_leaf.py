@@ -50,7 +50,7 @@ def eager(model: Any, batch: Batch) -> Batch:
     return batch
 
 
-# what makes the first layer go leaf by leaf
+# what makes the first layer go module by module
 LEAF_BY_LEAF: dict[str, Callable[[Any, Batch], Batch]] = {
     "a hook inside": hook,
     "a hook on every module": hook_everywhere,
@@ -145,7 +145,7 @@ def test_other_presets_go_leaf_by_leaf_and_the_report_says_why(preset: str) -> N
     options = {"programs": True, "mlp": "int8" if preset == "fewbit" else "identity"}
     model = patch_model(BY_NAME["llama"].build(), CompressionConfig.from_preset(preset, **options))
     notes = {row.note for row in patch_report(model).rows if row.role == "layer"}
-    assert notes == {f"{REFUSED[preset]}; it runs leaf by leaf"}
+    assert notes == {f"{REFUSED[preset]}; it runs module by module"}
 
 
 def test_the_report_names_programs_and_layers_without() -> None:
@@ -153,18 +153,18 @@ def test_the_report_names_programs_and_layers_without() -> None:
     assert [row.kind for row in rows] == ["program", "program"]
     bloom = BloomForCausalLM(BloomConfig(hidden_size=32, n_layer=1, n_head=4, vocab_size=64))
     (row,) = [row for row in patch_report(patch_model(bloom, PROGRAMS)).rows if row.role == "layer"]
-    assert row.kind == "leaf by leaf" and row.note.endswith("it runs leaf by leaf")
+    assert row.kind == "module by module" and row.note.endswith("it runs module by module")
 
 
 def test_the_report_says_which_calls_went_leaf_by_leaf() -> None:
     model, batch = pair("llama")[1], BY_NAME["llama"].make_batch("right")
     model(**batch).loss.backward()
-    assert "leaf by leaf" not in str(patch_report(model))
+    assert "module by module" not in str(patch_report(model))
     model(**batch, unknown=3).loss.backward()
     with torch.no_grad():
         model(**batch, unknown=3)
     (note,) = {row.note for row in patch_report(model).rows if row.role == "layer"}
-    assert note == "1 of 2 calls ran leaf by leaf; of the last one, it is called with unknown"
+    assert note == "1 of 2 calls ran module by module; of the last one, it is called with unknown"
 
 
 class ScaledLayer(type(BY_NAME["llama"].build().model.layers[0])):  # type: ignore[misc]
@@ -182,7 +182,7 @@ def test_a_layer_that_does_something_else_is_not_proved() -> None:
     expected = step(model, BY_NAME["llama"].make_batch())
     patch_model(model, PROGRAMS)
     (row, *_) = [row for row in patch_report(model).rows if row.role == "layer"]
-    assert row.kind == "leaf by leaf" and "found by a numeric probe" in row.note
+    assert row.kind == "module by module" and "found by a numeric probe" in row.note
     assert torch.equal(step(model, BY_NAME["llama"].make_batch())[0], expected[0])
 
 
@@ -195,7 +195,7 @@ def test_a_model_patched_before_it_is_trained() -> None:
     (loss, grads), (expected, wanted) = step(programs, batch), step(leaves, batch)
     assert set(calls(programs)) == {1}
     assert torch.equal(loss, expected) and all(torch.equal(grads[name], x) for name, x in wanted.items())
-    # the program is written for training: in eval mode, where dropout is off, the layer runs leaf by leaf
+    # the program is written for training: in eval mode, where dropout is off, the layer runs module by module
     programs.eval()
     step(programs, batch)
     assert set(calls(programs)) == {1}

@@ -35,7 +35,7 @@ def make_batch(name: str, padding: str = "right") -> dict[str, Any]:
 
 
 def both(name: str, dtype: torch.dtype, **options: Any) -> list[Any]:
-    """Two models with the same weights: the first runs leaf by leaf, the second as programs."""
+    """Two models with the same weights: the first runs module by module, the second as programs."""
     model = build(name, dtype, **options)
     return [patch_model(copy.deepcopy(model), config) for config in (LEAVES, PROGRAMS)]
 
@@ -127,7 +127,7 @@ def test_programs_are_shared_by_layers_of_the_same_attention_alone() -> None:
 
 
 def test_a_softcap_that_is_changed_later() -> None:
-    """The softcap is part of the program, so the layer runs leaf by leaf after the change."""
+    """The softcap is part of the program, so the layer runs module by module after the change."""
     stock = build("gemma2", torch.float32)
     # under transformers 5.17 Gemma 2 has torch's fused attention by default, which leaves the softcap out
     stock.set_attn_implementation("eager")

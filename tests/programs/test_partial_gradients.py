@@ -18,7 +18,7 @@ from tests.programs.pairs import DTYPES, MODES
 NAMES = ("llama", "gpt2-gelu-new", "gemma", "qwen3", "t5", "opt", "phi3")
 CONFIGS = {
     "programs": CompressionConfig(),
-    "leaf by leaf": CompressionConfig(programs=False),
+    "module by module": CompressionConfig(programs=False),
     "nothing made again": CompressionConfig(selective=False),
     "long": "long",
 }

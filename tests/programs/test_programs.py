@@ -196,6 +196,13 @@ def test_patching_draws_no_random_number_and_asks_once(dropout: float, monkeypat
     patch_model(BY_NAME["llama"].build(dropout=dropout), PROGRAMS)
 
 
+def test_layers_of_another_dtype_have_a_program_of_their_own() -> None:
+    """Its dtype decides which kernel runs, and what its mask is turned into."""
+    for dtype in (torch.bfloat16, torch.float32):
+        settings: Any = pair("llama", dtype)[1].model.layers[0].actcompress
+        assert [code.whole.dtype for code in settings.programs.codes.values()] == [dtype]
+
+
 class EfficientOnACPU:
     """torch's CPU kernel under the name of CUDA's "efficient" one."""
 

@@ -25,7 +25,7 @@ MODES: dict[str, dict[str, Any]] = {
     "int8": {"dtype": "bfloat16", "lora": 16, "quantization": "int8"},
 }
 # (batch, tokens), from smaller than usual to larger
-LONG = ((1, 4096), (4, 2048), (16, 512), (2, 128), (8, 1000))
+LONG = ((1, 4096), (4, 2048), (16, 512), (2, 128), (8, 1000), (4, 8192))
 SHORT = ((16, 512), (64, 128), (1, 100), (32, 384))
 OPTIMIZERS = ("adamw", "adamw_8bit", "adafactor", "adamw_32bit")
 
@@ -36,7 +36,7 @@ def cases() -> Iterator[dict[str, Any]]:
     for name, config in PRESETS.items():
         learned = "max_position_embeddings" not in config or config["max_position_embeddings"] <= 1024
         for mode in list(MODES)[len(name) % 3 :: 3]:
-            sizes = (SHORT if learned else LONG)[number % (4 if learned else 5)]
+            sizes = (SHORT if learned else LONG)[number % (4 if learned else 6)]
             strategy = list(STRATEGIES)[number * 3 % len(STRATEGIES)]
             optimizer = OPTIMIZERS[number // 3 % 4]
             yield {
@@ -52,7 +52,7 @@ def estimated(case: dict[str, Any]) -> dict[str, int]:
     from hf_actcompress.memory.closed_form.probes import FAMILIES
 
     config = PRESETS[case["model"]]
-    preset, checkpointing, codec = STRATEGIES[case["strategy"]]
+    preset, checkpointing, codec = STRATEGIES[case["strategy"]][:3]
     found = estimate(
         FAMILIES[config["architectures"][0]].config(**config),
         batch_size=case["batch_size"],

@@ -10,10 +10,12 @@ import pytest
 import torch
 
 from hf_actcompress.errors import ModelConfigError
-from hf_actcompress.memory.closed_form.probes import FAMILIES, HEAD, left_over, sizes_of
+from hf_actcompress.memory.closed_form.probes import FAMILIES, HEAD, left_over, probe, sizes_of
 from hf_actcompress.memory.closed_form.symbols import Reader
 from hf_actcompress.memory.estimation.meta_model import skeleton
 from hf_actcompress.memory.estimation.quantized.model import QuantizedLinear
+from hf_actcompress.modules.tiled import rows_of_tiles
+from hf_actcompress.quick import formula
 from hf_actcompress.quick.formula import with_chunks
 from hf_actcompress.quick.question import classes, question
 from tests.cli.invoke import run
@@ -41,10 +43,26 @@ def test_every_class_and_strategy_has_a_reference():
     assert {case["mode"] for case in CASES} == set(MODES)
 
 
+@pytest.mark.parametrize("tokens", [1, 8_191, 8_192, 16_383, 16_384, 20_000, 24_575, 24_576, 131_072])
+def test_the_formula_has_the_tiles_of_the_layers(tokens):
+    assert formula.tile_of({"batch": 1, "seq": tokens}).get("tile", 0) == rows_of_tiles(tokens)
+    assert (tokens >= formula.tiles_from(1)) == bool(rows_of_tiles(tokens))
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_probe_s_chunks_are_those_of_the_formula(name):
-    sizes = {"hidden": 7 * 8 * HEAD, **{size: known.value for size, known in sizes_of(FAMILIES[name], True).items()}}
+    sizes = {"hidden": 7 * 16 * HEAD, **{size: known.value for size, known in sizes_of(FAMILIES[name], True).items()}}
     assert with_chunks(sizes) == sizes
+
+
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", "GPT2LMHeadModel", "MixtralForCausalLM"])
+def test_no_weight_of_a_probe_is_taken_for_a_chunk_s_last_turn(name):
+    family = FAMILIES[name]
+    for grouped in family.grouped:
+        model = skeleton(probe(name, next(iter(family.flavours)), grouped, 2), torch.float32, 37, False)
+        sizes = {weight.numel() for weight in model.parameters()}
+        skipped = left_over(sizes_of(family, grouped))
+        assert not [size for size in sizes for itemsize in (1, 2, 4, 8) if size * itemsize in skipped]
 
 
 def test_a_chunk_s_last_turn_is_not_taken_for_a_constant():

@@ -20,7 +20,9 @@ for (const [text, tag, id] of html.matchAll(/<(\w+) id="(\w+)"[^>]*>/g)) {
   elements[id] = element(tag);
   elements[id].value = (text.match(/ value="(\w+)"/) || ["", ""])[1];
 }
-elements.training.value = "bf16";
+globalThis.window = { addEventListener() {} };
+globalThis.location = { hash: "" };
+globalThis.history = { replaceState() {} };
 globalThis.document = { getElementById: (id) => elements[id], createElement: element };
 const scripts = [...html.matchAll(/<script>([\s\S]*?)<\/script>/g)].map((found) => found[1]);
 new Function(scripts.join("\n"))();
@@ -28,8 +30,10 @@ new Function(scripts.join("\n"))();
 const shown = () => ({
   title: elements.title.textContent, problem: elements.problem.textContent, hidden: elements.answer.hidden,
   rows: elements.rows.children.map((row) => row.children.map((cell) => cell.textContent)), code: elements.code.textContent,
+  start: elements.start.textContent, choices: elements.strategy.children.map((option) => option.value),
 });
 const answers = [shown()];
+elements.training.value = "bf16";
 for (const pasted of process.argv.slice(3)) {
   elements.config.value = pasted;
   elements.config.listeners.input();

@@ -124,7 +124,11 @@ def test_longest_context(tmp_path: Path) -> None:
     assert importlib.import_module("longest_context").main([*options, "--cards", "1", "--ways", "stock", "long"]) == 0
     found = {way["name"]: way for way in json.loads((tmp_path / "longest_context.json").read_text())["ways"]}
     assert all(abs(way["between"] - 1) < 0.01 for way in found.values())
-    way = importlib.import_module("longest_context").Way("long", True, {512: 100, 2048: 1636}, {}, 1.0)
+    way_of = importlib.import_module("longest_context").Way
+    # where tiles begin, bytes fall
+    falling = way_of("exact", True, {512: 100, 1023: 200, 1024: 150, 2048: 1174}, {}, 1.0)
+    assert [falling.longest(room) for room in (99, 140, 160, 2000)] == [0, 704, 1024, 2048]
+    way = way_of("long", True, {512: 100, 2048: 1636}, {}, 1.0)
     assert [way.longest(room) for room in (99, 100, 611, 675, 10_000)] == [0, 512, 960, 1024, 2048]
     for name in found:
         assert f"| {name} | {found[name]['longest']['1']:,} |" in (tmp_path / "longest_context.md").read_text()

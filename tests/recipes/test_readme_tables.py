@@ -1,12 +1,15 @@
-"""The measured tables and pictures of the README files are those of the results files."""
+"""The measured tables and pictures are those of the results files."""
 
 from __future__ import annotations
 
 import importlib
 import shlex
+import shutil
 from pathlib import Path
 
 import pytest
+
+from hf_actcompress.quick.colours import way_colour
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 
@@ -72,3 +75,22 @@ def test_from_how_many_tokens_exact_is_free(recipe, tmp_path: Path, monkeypatch:
     record = {"device": "a CPU", "options": {"dropout": 0.0}, "rows": rows}
     first, later = [line for line in free_from.table([record], 0.4).splitlines() if "llama-1b" in line]
     assert first.count(free_from.FIRST) == len(free_from.PEAKS) and free_from.FIRST not in later
+
+
+def test_each_picture_shows_the_data_beside_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Each PNG of a results folder is drawn by `recipes/pictures.py` in the package's colours, and names its data."""
+    pytest.importorskip("matplotlib")
+    monkeypatch.syspath_prepend(str(RECIPES))
+    pictures = importlib.import_module("pictures")
+    drawing, ways = importlib.import_module("common.drawing"), ("stock", "exact", "int8", "liger", "exact+compile")
+    assert [drawing.colour_of(way) for way in ways] == [way_colour(way) for way in ways]
+    drawn = [path for path, _, _ in pictures.pictures()]
+    assert sorted(drawn) == sorted((RECIPES / "results").rglob("*.png")) and not pictures.outdated()
+    # a changed figure is found, and drawing again mends it
+    picture, sources, draw = next(row for row in pictures.pictures() if row[0].parent.name == "experts")
+    copies = [Path(shutil.copy(path, tmp_path)) for path in (picture, *sources)]
+    monkeypatch.setattr(pictures, "pictures", lambda: [(copies[0], tuple(copies[1:]), draw)])
+    assert not pictures.outdated()
+    copies[1].write_text(copies[1].read_text().replace('"kept_h": ', '"kept_h": 1'))
+    assert pictures.outdated() == [copies[0]] and pictures.main(["--check"]) == 1
+    assert pictures.main([]) == 0 and not pictures.outdated()

@@ -21,6 +21,7 @@ _ROPE_EACH = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
 }
 _CODEC = {"num_filters": 4, "hidden_size": 32, "codebook_dim": 32}
+_WAVTOKENIZER = {"num_filters": 4, "codebook_dim": 64}
 
 # four stages for the neck of a dense prediction head
 _FOUR = {"num_hidden_layers": 4, "out_indices": [1, 2, 3, 4], "out_features": None}
@@ -218,6 +219,17 @@ OVERRIDES: dict[str, Row] = {
     "nemotron_h": {"": {"n_groups": 1}},
     "mimi": {
         "": {"upsample_groups": 64, "num_filters": 4, "vector_quantization_hidden_dimension": 64, "codebook_dim": 64}
+    },
+    "wavtokenizer": {"": _WAVTOKENIZER},
+    "wavtokenizer_encoder": {"": _WAVTOKENIZER},
+    "hy_v4_vl_text": {"": {"rope_parameters": {**_MROPE, "mrope_section": [2, 1, 1]}}},
+    "dory": {
+        "": {"num_hidden_layers": 3, "n_input_layers": 1, "n_output_layers": 1, "layer_types": ["full_attention"] * 3}
+    },
+    "apertus1p5": {
+        "": {"image_token_offset": 32, "audio_token_offset": 64},
+        "vision_config": {"codebook_size": 32},
+        "audio_config": {"codebook_size": 32},
     },
     "mimi_encoder": {"": {"upsample_groups": 64, "num_filters": 4}},
     "mimi_decoder": {"": {"upsample_groups": 64, "num_filters": 4}},

@@ -13,7 +13,7 @@ from hf_actcompress import patch_model
 from hf_actcompress.errors import MeasurementError
 from hf_actcompress.memory.estimation.estimate import estimate
 from hf_actcompress.memory.measurement.training_restored import resident_bytes
-from hf_actcompress.training import MemoryCallback, log_memory
+from hf_actcompress.training import MemoryCallback
 from hf_actcompress.training.memory_callback import KEPT, PEAK, RATIO
 
 BATCH, LENGTH = 2, 16
@@ -50,6 +50,12 @@ def trainer_for(folder, callbacks=(), steps=4, **options):
     )
 
 
+def watch(trainer, **options):
+    callback = MemoryCallback(**options)
+    trainer.add_callback(callback)
+    return callback
+
+
 def losses(entries):
     return [entry for entry in entries if "loss" in entry]
 
@@ -57,7 +63,7 @@ def losses(entries):
 def test_trackers_see_it_beside_the_loss(tmp_path):
     tracker = Tracker()
     trainer = trainer_for(tmp_path, [tracker], eval_strategy="steps", eval_steps=2)
-    log_memory(trainer, every=2)
+    watch(trainer, every=2)
     trainer.train()
     for entries in (tracker.seen, trainer.state.log_history):
         logged = losses(entries)
@@ -69,14 +75,14 @@ def test_trackers_see_it_beside_the_loss(tmp_path):
 
 def test_a_cpu_samples_the_second_step_alone(tmp_path):
     trainer = trainer_for(tmp_path)
-    log_memory(trainer)
+    watch(trainer)
     trainer.train()
     assert [PEAK in entry for entry in losses(trainer.state.log_history)] == [False, True, False, False]
 
 
 def test_sparse_logs_get_the_highest_since_the_last(tmp_path):
     trainer = trainer_for(tmp_path, logging_steps=4)
-    callback = log_memory(trainer, every=1)
+    callback = watch(trainer, every=1)
     noted = []
     note = callback._note
     callback._note = lambda key, value: (noted.append((key, value)), note(key, value))
@@ -92,7 +98,7 @@ def test_the_peak_is_that_of_the_allocator(tmp_path):
     from hf_actcompress import measure_step
 
     trainer = trainer_for(tmp_path, optim="sgd", max_grad_norm=0.0)
-    log_memory(trainer)
+    watch(trainer)
     trainer.train()
     logged = losses(trainer.state.log_history)[1]
     model, optimizer = trainer.model, torch.optim.SGD(trainer.model.parameters(), lr=1e-3)
@@ -116,11 +122,11 @@ def estimated(nbytes, gradients=0):
 @pytest.mark.parametrize("factor, warns", [(1.0, False), (1.05, False), (0.8, True), (1.3, True)])
 def test_warns_once_when_the_peak_leaves_the_estimate(tmp_path, caplog, factor, warns):
     trainer = trainer_for(tmp_path, steps=3)
-    log_memory(trainer, every=1)
+    watch(trainer, every=1)
     trainer.train()
     peak = losses(trainer.state.log_history)[-1][PEAK]
     trainer = trainer_for(tmp_path, steps=4)
-    log_memory(trainer, every=1, estimate=estimated(int(peak * factor)))
+    watch(trainer, every=1, estimate=estimated(int(peak * factor)))
     with caplog.at_level(logging.WARNING, logger="hf_actcompress"):
         trainer.train()
     logged = losses(trainer.state.log_history)
@@ -132,7 +138,7 @@ def test_warns_once_when_the_peak_leaves_the_estimate(tmp_path, caplog, factor, 
 
 def test_gradients_that_a_trainer_drops_are_no_reason_to_warn(tmp_path, caplog):
     trainer = trainer_for(tmp_path, steps=2)
-    callback = log_memory(trainer, every=1)
+    callback = watch(trainer, every=1)
     trainer.train()
     peak = losses(trainer.state.log_history)[-1][PEAK]
     with caplog.at_level(logging.WARNING, logger="hf_actcompress"):
@@ -148,7 +154,7 @@ def test_holds_the_estimate(tmp_path, caplog, config):
     if config is not None:
         patch_model(trainer.model, config)
     expected = estimate(trainer.model, batch_size=8, seq_len=LENGTH, config=config, device="cpu")
-    log_memory(trainer, estimate=expected)
+    watch(trainer, estimate=expected)
     with caplog.at_level(logging.WARNING, logger="hf_actcompress"):
         trainer.train()
     assert not [r for r in caplog.records if "estimated" in r.getMessage()]
@@ -156,17 +162,28 @@ def test_holds_the_estimate(tmp_path, caplog, config):
     assert logged[KEPT] == pytest.approx(expected.kept_bytes, rel=0.01)
 
 
-def test_in_the_list_of_callbacks_the_history_has_it(tmp_path):
+def test_in_the_list_of_callbacks_trackers_see_it(tmp_path):
     tracker = Tracker()
     trainer = trainer_for(tmp_path, [tracker, MemoryCallback(every=1)], steps=2)
     trainer.train()
+    for entries in (tracker.seen, trainer.state.log_history):
+        assert [PEAK in entry for entry in losses(entries)] == [True, True]
+
+
+def test_a_profiler_of_the_user_goes_on(tmp_path):
+    """A second profiler would end the first: the steps that it sees are not sampled."""
+    trainer = trainer_for(tmp_path, [MemoryCallback(every=1)], steps=2)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        trainer.train()
+    assert any(event.name == "aten::addmm" for event in profiler.events())
+    assert not any(PEAK in entry for entry in trainer.state.log_history)
+    trainer.train()
     assert all(PEAK in entry for entry in losses(trainer.state.log_history))
-    assert not any(PEAK in entry for entry in tracker.seen)
 
 
 def test_training_is_the_same_and_nothing_stays(tmp_path):
     plain, watched = trainer_for(tmp_path), trainer_for(tmp_path)
-    callback = log_memory(watched, every=1)
+    callback = watch(watched, every=1)
     plain.train()
     watched.train()
     assert all(map(torch.equal, plain.model.parameters(), watched.model.parameters()))
@@ -176,7 +193,7 @@ def test_training_is_the_same_and_nothing_stays(tmp_path):
 
 def test_a_run_that_broke_off_can_start_again(tmp_path):
     trainer = trainer_for(tmp_path, steps=2)
-    log_memory(trainer, every=1)
+    watch(trainer, every=1)
     forward = trainer.model.transformer.h[1].forward
     trainer.model.transformer.h[1].forward = lambda *args, **kwargs: 1 / 0
     with pytest.raises(ZeroDivisionError):
@@ -210,6 +227,10 @@ def test_hooks_on_a_card_see_what_a_forward_keeps(monkeypatch):
     assert len(resets) == 1
     callback.on_train_end(args, state, None)
     assert not model._forward_hooks
+    # hooks would break its graph
+    model.compile(backend="eager")
+    callback.on_train_begin(args, state, None, model=model)
+    assert not model._forward_hooks
 
 
 def test_refusals():
@@ -225,6 +246,6 @@ def test_refusals():
 @pytest.mark.gpu
 def test_on_a_card(tmp_path):
     trainer = trainer_for(tmp_path, use_cpu=False)
-    log_memory(trainer)
+    watch(trainer)
     trainer.train()
     assert all(0 < entry[KEPT] < entry[PEAK] for entry in losses(trainer.state.log_history))

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import MeasurementError, UnsupportedModelError
-from ...quick.sizes import parse_size, readable_size
+from ...quick.cards import card_bytes
+from ...quick.sizes import readable_size
 from ..measurement.allocator import measure_step
 from ..measurement.training_restored import collect, resident_bytes, training_restored
 from .report import BatchSizeReport, BatchSizeTrial
@@ -52,7 +53,7 @@ def find_batch_size(
         optimizer: The optimizer that `step` uses, if any.
         start: The first candidate, such as the result of `max_batch_size`. Starting from 1 takes one trial more.
         largest: The largest size to try.
-        budget: Bytes that may be in use on the device in all, or a text such as "22GiB". On a CUDA device the default
+        budget: Bytes that may be in use on the device in all, or "22GiB", or "rtx4090". On a CUDA device the default
             is what is free. On a CPU it is required, and bytes are counted by the allocator's events, which is slow.
         trials: The most candidates to try.
         timed_steps: How many steps of each candidate are timed; their median counts.
@@ -92,7 +93,7 @@ def find_batch_size(
 
 def _limits(device: torch.device, budget: int | str | None) -> tuple[int, int]:
     """(bytes that may be used, bytes that the search aims at)."""
-    given = parse_size(budget) if budget is not None else None
+    given = card_bytes(budget) if budget is not None else None
     if device.type == "cpu":
         if given is None:
             raise MeasurementError('on a CPU nothing runs out of memory in good time; give a budget, such as "8GiB"')

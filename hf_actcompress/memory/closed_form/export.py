@@ -14,7 +14,9 @@ import transformers
 from torch import nn
 
 from ...config import CompressionConfig, resolve
-from ...quick.optimizers import FOREACH
+from ...models.rules import mlps_for_tiles
+from ...modules.tiled import draws
+from ...quick.formula import tile_of
 from ...quick.strategies import STRATEGIES
 from ...records import storage_sizes
 from ..estimation.fake_step.setting import Setting
@@ -36,8 +38,8 @@ STRUCTURE = (
     "final_logit_softcapping", "attn_logit_softcapping", "use_bidirectional_attention", "activation", "dropout",
     "seq_classif_dropout", "decoder_sparse_step", "mlp_only_layers", "output_router_logits",
 )  # fmt: skip
-# optimizers with their own states
-_OPTIMIZERS = [name for name in OPTIMIZERS if name != FOREACH]
+# the optimizers that the formula knows
+_OPTIMIZERS = ["adamw", "adamw_32bit", "adamw_8bit", "adafactor", "sgd_momentum", "sgd"]
 # further fields of configs that the formula reads
 _READ = ("tie_word_embeddings", "sliding_window", "use_sliding_window")
 
@@ -101,11 +103,12 @@ def export(
 
 def _cases(
     name: str, flavour: str, grouped: bool, mode: str, windowed: bool, strategies: Sequence[str], writer: Writer
-) -> Iterator[tuple[str, tuple[int, int]]]:
+) -> Iterator[tuple[str, tuple[int, ...]]]:
     family = FAMILIES[name]
     period = family.period if windowed else 1
     sizes = sizes_of(family, grouped)
     reader, at = Reader(sizes, left_over(sizes)), points(grouped, "kv_heads" not in family.fields)
+    many: list[Mapping[str, float]] = [{**point, **tiled} for point in at if (tiled := tile_of(point))]
     dtype, autocast, lora, quantization = MODES[mode]
     rank = sizes["rank"].value if lora else None
     configs = [probe(name, flavour, grouped, period * (FEWEST + more), windowed) for more in (0, 1)]
@@ -113,20 +116,28 @@ def _cases(
     checkpointed = [skeleton(model, None, None, True) for model in plain]
     state = writer.number(_state(plain, reader, writer, period), writer.states)
     setting = Setting(sizes["batch"].value, sizes["seq"].value, None, True, autocast)
+    # MLPs that draw have tiles only where these are asked for
+    tiles = not any(map(draws, mlps_for_tiles(plain[0])))
     for strategy in strategies:
-        preset, checkpointing, codec = STRATEGIES[strategy]
+        preset, checkpointing, codec = STRATEGIES[strategy][:3]
         short, longer = checkpointed if checkpointing else plain
-        config = _config(preset, codec, sizes["tile"].value)
-        found = symbolic_trace(short, longer, replace(setting, config=config), reader, period)
-        step = writer.number(_step(found, at, writer), writer.steps)
-        yield strategy, (state, step)
+        found = []
+        for config, where in zip(
+            _configs(preset, checkpointing and tiles, codec, sizes["tile"].value), (at, many), strict=False
+        ):
+            trace = symbolic_trace(short, longer, replace(setting, config=config), reader, period)
+            found.append(writer.number(_step(trace, where, writer), writer.steps))
+        yield strategy, (state, *found)
 
 
-def _config(preset: str | None, codec: str | None, tile: int) -> CompressionConfig | None:
+def _configs(preset: str | None, tiles: bool, codec: str | None, tile: int) -> list[CompressionConfig | None]:
+    """The config; where `tiles` says that many rows get tiles by default, first without tiles and then with them."""
     if preset is None:
-        return None
+        return [None]
     config = resolve(preset) if codec is None else CompressionConfig.from_preset(preset, checkpoint_input=codec)
-    return replace(config, tiled_mlp=tile) if config.tiled_mlp else config
+    if config.always_in_tiles:
+        return [replace(config, tiled_mlp=tile)]
+    return [replace(config, tiled_mlp=rows) for rows in ((0, tile) if tiles else (0,))]
 
 
 def _step(found: SymbolicTrace, at: Sequence[Mapping[str, float]], writer: Writer) -> dict[str, Any]:
@@ -188,7 +199,7 @@ def write(name: str, folder: Path, modes: Sequence[str] = (), strategies: Sequen
 def without_unused(data: dict[str, Any]) -> dict[str, Any]:
     """The same data without states, steps, sums and terms that no case uses any more, and with new numbers."""
     writer = Writer()
-    cases: dict[str, dict[str, tuple[int, int]]] = {}
+    cases: dict[str, dict[str, tuple[int, ...]]] = {}
 
     def sums(number: int) -> int:
         row = data["sums"][number]
@@ -197,10 +208,15 @@ def without_unused(data: dict[str, Any]) -> dict[str, Any]:
 
     for key, found in data["cases"].items():
         cases[key] = {}
-        for strategy, (state, step) in found.items():
+        for strategy, (state, *steps) in found.items():
             parts = {part: sums(number) for part, number in data["states"][state].items()}
-            old = data["steps"][step]
-            kept = {role: sums(number) for role, number in old["kept"].items()}
-            new = {"kept": kept, "moments": [sums(number) for number in old["moments"]]}
-            cases[key][strategy] = (writer.number(parts, writer.states), writer.number(new, writer.steps))
+            new = [
+                {
+                    "kept": {role: sums(number) for role, number in data["steps"][step]["kept"].items()},
+                    "moments": [sums(number) for number in data["steps"][step]["moments"]],
+                }
+                for step in steps
+            ]
+            state = writer.number(parts, writer.states)
+            cases[key][strategy] = (state, *(writer.number(step, writer.steps) for step in new))
     return {**data, **vars(writer), "cases": cases}

@@ -13,20 +13,20 @@ import transformers
 
 from .symbols import Size
 
-# `columns`, `rows` and `few_rows` are those of a chunk of logits, which has at most 2^25 elements: what
-# `quick.formula.with_chunks` computes from the other sizes.
+# `columns`, `rows` and `few_rows` are those of a chunk of logits, which has at most 2^28 elements, and of the part of
+# one that is cast: what `quick.formula.with_chunks` computes from the other sizes.
 _SHARED = {
     "batch": Size(11, 11, {}),
     "seq": Size(128 * 43, 43, {}),
     # a causal model's loss has one row less per sequence
     "labels": Size(128 * 43 - 1, 5503, {}),
     "ffn": Size(128 * 31, 31, {}),
-    "columns": Size(32 * 17, 17, {}),
-    "vocab": Size(32 * 17 * 23, 23, {"columns": 1}),
-    "rows": Size(16 * 167, 167, {}),
-    "few_rows": Size(32 * 59, 59, {}),
+    "columns": Size(16 * 277, 277, {}),
+    "vocab": Size(16 * 967, 967, {}),
+    "rows": Size(64 * 271, 271, {}),
+    "few_rows": Size(16 * 67, 67, {}),
     "positions": Size(128 * 47, 47, {}),
-    "tile": Size(64 * 53, 53, {}),
+    "tile": Size(64 * 59, 59, {}),
     "experts": Size(41, 41, {}),
     "active": Size(19, 19, {}),
 }
@@ -36,14 +36,14 @@ GROUPED = {
     "head": Size(64 * 3, 3, {}),
     "kv_heads": Size(7, 7, {}),
     "groups": Size(5, 5, {}),
-    "hidden": Size(64 * 13, 13, {}),
+    "hidden": Size(512 * 13, 13, {}),
     "rank": Size(37, 37, {}),
 }
 # the same, where no key is shared
 SINGLE = {name: size for name, size in GROUPED.items() if name != "groups"}
 # all heads together are as wide as the hidden state, and each has 64 features, as in all published models
 HEAD = 64
-JOINED = {**_SHARED, "kv_heads": Size(8 * 7, 7, {}), "rank": Size(37, 37, {})}
+JOINED = {**_SHARED, "kv_heads": Size(16 * 7, 7, {}), "rank": Size(37, 37, {})}
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ class Estimates:
             target_len, fsdp, zero, processes, trl: As for `estimate`.
 
     Raises:
-        The errors of `estimate`.
+        ActCompressError: One of the errors of `estimate`.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class Estimates:
         notes = [] if self._zero is None else [self._zero.note(states)]
         notes += [held.DDP_NOTE] if self._ddp else []
         asked = _resolved(config)
-        notes += [held.TILES_NOTE] if self._sharded and asked is not None and asked.tiled_mlp else []
+        notes += [held.TILES_NOTE] if self._sharded and asked is not None and asked.always_in_tiles else []
         return assembled(found, self._described(gradient_checkpointing), setting, states, name_of(config), notes)
 
     def device_bytes(self, batch_size: int, seq_len: int, config: Asked, gradient_checkpointing: bool = False) -> int:

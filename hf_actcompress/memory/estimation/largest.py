@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ...quick.formula import largest, longest
-from ...quick.sizes import parse_size
+from ...quick.cards import card_bytes
+from ...quick.formula import largest, longest, tiles_from
 from .estimates import Estimates
 
 
@@ -16,17 +16,18 @@ def max_batch_size(model: Any, *, seq_len: int, budget: int | str, **options: An
     Args:
         model: As for `estimate`.
         seq_len: Tokens of a sequence.
-        budget: Bytes of the device, or a text such as "22GiB".
+        budget: Bytes of the device, or a text: "22GiB", or a card such as "rtx4090".
         options: Options of `estimate`: config, dtype, optimizer, lora, gradient_checkpointing, device, autocast.
 
     Returns:
         The number of sequences; 0 if not even one fits.
 
     Raises:
-        The errors of `estimate`.
+        ActCompressError: One of the errors of `estimate`.
     """
     needed = _needed(model, **options)
-    return largest(lambda batch_size: needed(batch_size, seq_len), parse_size(budget))
+    falls = tiles_from(seq_len) if options.get("gradient_checkpointing") else None
+    return largest(lambda batch_size: needed(batch_size, seq_len), card_bytes(budget), falls=falls)
 
 
 def max_seq_len(
@@ -37,7 +38,7 @@ def max_seq_len(
     Args:
         model: As for `estimate`.
         batch_size: Number of sequences.
-        budget: Bytes of the device, or a text such as "22GiB".
+        budget: Bytes of the device, or a text: "22GiB", or a card such as "rtx4090".
         limit: The answer is at most this; by default the number of positions in the model's config.
         step: The answer is a multiple of this, or the limit.
         options: Options of `estimate`.
@@ -46,11 +47,12 @@ def max_seq_len(
         The number of tokens; 0 if not even `step` tokens fit.
 
     Raises:
-        The errors of `estimate`.
+        ActCompressError: One of the errors of `estimate`.
     """
     needed = _needed(model, **options)
     most = limit or positions_of(model)
-    return longest(lambda seq_len: needed(batch_size, seq_len), parse_size(budget), most, step)
+    tiled = batch_size if options.get("gradient_checkpointing") else None
+    return longest(lambda seq_len: needed(batch_size, seq_len), card_bytes(budget), most, tiled, step)
 
 
 def _needed(

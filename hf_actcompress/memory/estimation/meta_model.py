@@ -6,22 +6,19 @@ import copy
 import inspect
 import os
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from huggingface_hub import get_hf_file_metadata, hf_hub_url, is_offline_mode
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from torch import Tensor, nn
 from transformers import AutoConfig, PretrainedConfig
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.models.auto import modeling_auto
-from transformers.utils import CONFIG_NAME
 
 from ...errors import ActCompressError, ModelConfigError, UnknownOptionError
 from ...models.adapters import with_lora
 from ...quick.config_rules import QUANTIZATION, check_config
+from ...quick.hub import local_path, reachable
 from ...quick.question import SHORT_DTYPES
 from ..measurement.compiled import uncompiled
 from .meta_device import ONE_AT_A_TIME, OnMeta
@@ -44,9 +41,6 @@ _TRUST = (
     "Nothing of it was run. If you trust the repository, pass trust_remote_code=True (--trust-remote-code on the "
     "command line)"
 )
-
-# seconds to wait for an answer of the hub
-_PATIENCE = 5
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 
@@ -188,14 +182,10 @@ def _class_of(config: Any, trust_remote_code: bool) -> Any:
 
 
 def _config(name: Any, trust_remote_code: bool) -> Any:
-    path = Path(name)
-    looks_local = path.suffix == ".json" or path.is_absolute() or str(name).startswith((".", "~"))
-    if looks_local and not os.path.exists(os.path.expanduser(path)):
-        raise ModelConfigError(f"no such file or folder: {name}; it should be a config.json or a folder that has one")
-    local = looks_local or os.path.exists(path)
-    place = os.path.expanduser(path) if looks_local else str(name)
+    path = local_path(str(name))
+    local, place = path is not None, str(path or name)
     # without a connection transformers retries for half a minute before it fails
-    options: dict[str, Any] = {} if local or _reachable(str(name)) else {"local_files_only": True}
+    options: dict[str, Any] = {} if local or reachable(str(name)) else {"local_files_only": True}
     try:
         # if this is not set, transformers asks the user on the console
         options["trust_remote_code"] = trust_remote_code
@@ -208,20 +198,6 @@ def _config(name: Any, trust_remote_code: bool) -> Any:
         raise
     except Exception as error:  # the checks of configs raise errors of their own
         raise ModelConfigError(_help(str(name), error)) from error
-
-
-def _reachable(name: str) -> bool:
-    """Whether the hub answers a request about that model (also with "not found"); one short attempt."""
-    if is_offline_mode():
-        return False
-    try:
-        get_hf_file_metadata(hf_hub_url(name, CONFIG_NAME), timeout=_PATIENCE)
-    except (HfHubHTTPError, HFValidationError):
-        return True
-    except Exception:
-        # without a connection the exception's type depends on the HTTP library that the hub's client uses
-        return False
-    return True
 
 
 def _help(name: str, error: Exception) -> str:

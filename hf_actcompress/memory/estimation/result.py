@@ -106,16 +106,19 @@ class Estimate(Report):
         compiled = ", compiled" if self.engine == "compile" else ""
         head = (
             f"{self.model}, {self.config}{compiled}, batch {self.batch_size} x {self.seq_len} on {self.device}: "
-            f"peak {readable_size(self.total_peak_bytes)}, kept for backward {readable_size(self.kept_bytes)}"
+            f"peak {readable_size(self.device_bytes)}"
         )
+        if self.context_bytes:
+            head += f" with {readable_size(self.context_bytes)} for the device's context"
+        head += f", kept for backward {readable_size(self.kept_bytes)}"
         return "\n".join([head, *self._reserved(), *self.notes])
 
     def _reserved(self) -> Iterator[str]:
         if self.reserved_share is not None and self.reserved_share_expandable is not None:
             yield (
-                f"the allocator reserves {self.reserved_share:.2f} times that, with expandable_segments "
-                f"{self.reserved_share_expandable:.2f} times, by a replay of equal steps; batches of different lengths "
-                "take more"
+                f"the allocator reserves {self.reserved_share:.2f} bytes for each byte of tensors, with "
+                f"expandable_segments {self.reserved_share_expandable:.2f}, by a replay of equal steps; batches of "
+                "different lengths take more"
             )
 
     def tables(self) -> tuple[Table, ...]:

@@ -120,8 +120,7 @@ def _logits(model: nn.Module, seen: SavedTensors) -> Iterator[Advice]:
         yield Advice(
             "outputs.logits, alive as long as the outputs are",
             seen.logits,
-            "patch_model(model, CompressionConfig(logits=False)) if nothing reads them in training, or drop the "
-            "outputs before backward",
+            "patch_model(model), which computes them when something reads them, or drop the outputs before backward",
         )
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from ...config import CompressionConfig, resolve
+from ...errors import MeasurementError
 from ...models.probe import answers_kept
 from ...models.root import root_of
 from ...models.rules import find_site
@@ -50,12 +51,17 @@ def memory_report(
         The report: `.print()`, `.to_json()`, `.plot(path)`, and rows as dataclasses.
 
     Raises:
-        MeasurementError: The forward returned no loss.
+        MeasurementError: The forward returned no loss, or the batch is no mapping.
         UnknownOptionError: Unknown preset.
         UnsupportedModelError: A model that `patch_model` refuses.
     """
     root = root_of(model)
     asked = resolve(config) if config is not None else root.config if root is not None else resolve("exact")
+    if not isinstance(batch, Mapping):
+        raise MeasurementError(
+            f"memory_report takes the forward's keyword arguments, as {{'input_ids': ..., 'labels': ...}}, and got a "
+            f"{type(batch).__name__}; pass such a batch"
+        )
     inputs = dict(batch)
     compiled = compiled_modules(model)
     model = uncompiled(model)

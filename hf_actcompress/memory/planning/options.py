@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from torch import nn
 
@@ -29,7 +29,22 @@ CHECKPOINTS: dict[str, tuple[tuple[str, str], ...]] = {
     "compressed_checkpoint": (("checkpoint_input", "int8_outliers"),),
     "offloaded_checkpoint": (("checkpoint_input", "offload"),),
 }
-OPTIONS = (*STORAGE, *CHECKPOINTS)
+# what holds for the whole model, and the fields of its config; exact
+TILES: dict[str, Any] = {"tiled_mlp": "auto"}
+OPTIONS = (*STORAGE, *CHECKPOINTS, "tiles")
+
+# what the printed plan says of each
+MEANINGS = {
+    "exact": "what is cheap to rebuild is rebuilt in backward",
+    "int8": "stored in 8 bits",
+    "fp8": "stored in 8 bits, as floating point",
+    "int4": "stored in 4 bits",
+    "offload": "moved to host memory",
+    "checkpoint": "the layer runs again in backward",
+    "checkpoint_with_attention": "the layer runs again in backward, but for attention's kernel",
+    "compressed_checkpoint": "the layer runs again in backward, from its input in 8 bits",
+    "offloaded_checkpoint": "the layer runs again in backward, its input moved to host memory",
+}
 
 # what an error of 1 costs: under "fidelity" more than any extra time of all layers of a model, under "speed" it decides
 # between choices that take the same time
@@ -76,6 +91,13 @@ class Measured(Generic[_Step]):
     layers: dict[LayerRun, _Step]
 
 
+def config_of_option(option: str, layers: tuple[str, ...] = ()) -> CompressionConfig:
+    """The config that keeps all of these layers as one of OPTIONS says."""
+    if option in CHECKPOINTS:
+        return CompressionConfig(checkpoint=layers, **dict(CHECKPOINTS[option]))  # type: ignore[arg-type]
+    return replace(PRESETS["exact"], **TILES) if option == "tiles" else PRESETS[option]
+
+
 def to_measure(allow: Sequence[str], may_checkpoint: bool) -> list[str]:
     """The options to run: the allowed ones, and "checkpoint" beside any other checkpoint, to find the input's bytes."""
     asked = dict.fromkeys(allow)
@@ -106,14 +128,19 @@ def layer_options(
     measured: dict[str, Measured[FakeStep]],
     work: Work,
     device: DeviceModel,
+    tiles: bool = False,
 ) -> list[LayerOption]:
-    """Every way to keep a layer of this run, with what `measured` says of each preset."""
+    """Every way to keep a layer of this run, with what `measured` says of each preset.
+
+    Under `tiles` the MLPs are computed again in backward. A checkpointed layer computes them again in any case.
+    """
     presets = [name for name in STORAGE if name in measured]
     exact = measured["exact"].layers[run]
     sizes = {name: _by_group(measured[name].layers[run]) for name in presets}
     found: dict[tuple[tuple[str, str], ...], LayerOption] = {}
     for choice in product(presets, repeat=len(GROUPS)):
         option = _stored(dict(zip(GROUPS, choice, strict=True)), exact.kept, sizes, work, device)
+        option = replace(option, time=option.time + work.mlp / work.step) if tiles else option
         # two names can mean the same settings, because presets share codecs; the first one stays
         found.setdefault(option.settings, option)
     options = list(found.values())

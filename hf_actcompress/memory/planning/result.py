@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
 
-from ...config import CompressionConfig
+from ...config import CUSTOM, CompressionConfig, preset_of
 from ...display.pictures import Target, new_figure, save
 from ...display.report import Report
 from ...display.tables import Table
 from ...quick.sizes import readable_size
 from ..estimation.result import Estimate
+from .options import MEANINGS
 
 
 @dataclass(frozen=True)
@@ -20,6 +22,7 @@ class PlanRow:
     Args:
         layer: The layer's name in the model.
         option: "exact", "checkpoint", or how norm, MLP and attention tensors are stored ("int8", "exact/int8/exact").
+            `plan` lists all.
         kept_bytes: Bytes that the layer keeps for backward.
         time: Expected extra time, as a fraction of the layer's own forward and backward.
         error: Relative error of the stored tensors, averaged over norm, MLP and attention.
@@ -75,7 +78,23 @@ class Plan(Report):
         needed, room = readable_size(self.estimate.device_bytes), readable_size(self.budget_bytes)
         lines = [f"needs {needed} of {room}; expected extra time of the layers {self.time:.1%}; {self._gradients()}"]
         lines += [f"{names}: {option}, keep {readable_size(size)}" for names, option, size in self.groups()]
-        return "\n".join(lines)
+        return "\n".join([*lines, *self._meanings()])
+
+    def _meanings(self) -> Iterator[str]:
+        """What the words of the table mean, and what holds for the whole model."""
+        options = list(dict.fromkeys(row.option for row in self.rows))
+        several = [option for option in options if "/" in option]
+        for name in dict.fromkeys(part for option in options for part in option.split("/")):
+            yield f"{name}: {MEANINGS[name]}"
+        if several:
+            yield f"{', '.join(several)}: norm, MLP and attention tensors, in this order, each in its own way"
+        if self.config.always_in_tiles:
+            yield "all layers: MLPs are computed in tiles of rows, and again in backward"
+
+    @property
+    def preset(self) -> str | None:
+        """The preset whose config this is; None if it is that of no preset."""
+        return known if (known := preset_of(self.config)) != CUSTOM else None
 
     def _gradients(self) -> str:
         """Whether gradients are exact; if not, what that saves."""
@@ -92,8 +111,8 @@ class Plan(Report):
         return (Table(("layers", "kept as", "kept"), rows, ("kept",), "plan"),)
 
     def summary(self) -> str:
-        """The first line; the other lines repeat what the table says."""
-        return str(self).splitlines()[0]
+        """The first line and what the words mean; the other lines repeat what the table says."""
+        return "\n".join([str(self).splitlines()[0], *self._meanings()])
 
     def plot(self, target: Target) -> None:
         """One bar per layer: its height is what the layer keeps, its colour says how. See `Report.plot`."""

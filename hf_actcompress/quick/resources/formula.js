@@ -1,7 +1,10 @@
 // The formula of quick/formula.py and quick/question.py. A test runs both on the same inputs.
 "use strict";
 
-const LEAST_CHUNK = 2 ** 22, MOST_CHUNK = 2 ** 25, ALIGNMENT = 16, LORA_RANK = 8, LEAST_TILE = 256;
+const LEAST_CHUNK = 2 ** 24, MOST_CHUNK = 2 ** 28, ALIGNMENT = 16, LORA_RANK = 8, LEAST_TILE = 256;
+const LEAST_ROWS = 8192;
+const KEPT_BYTES = 2 ** 28, KEPT_GRADIENTS = 2, LOGIT_BYTES = { fp32: 4, bf16: 2, autocast: 2 };
+const WITHOUT_LOGITS = ["stock", "checkpointing", "offload"];
 // embeddings of these classes have no padding token
 const WITHOUT_PADDING = ["GPT2LMHeadModel"];
 const QUANTIZED = { nf4: "qlora", int8: "int8" };
@@ -21,9 +24,20 @@ function withChunks(sizes) {
     labels: sizes.seq - 1,
     tile: Math.min(sizes.tile, tokens),
     columns: chunk(vocab, tokens, tokens * sizes.hidden),
-    rows: chunk(tokens, vocab, Math.floor((tokens * vocab) / 16)),
-    few_rows: chunk(tokens, vocab, Math.floor((tokens * vocab) / 32)),
+    rows: chunk(tokens, vocab, tokens * sizes.hidden),
+    few_rows: chunk(tokens, vocab, 0),
   };
+}
+
+function keptLogits(sizes) {
+  const tokens = sizes.batch * sizes.seq, bytes = tokens * sizes.vocab * sizes.logits_itemsize;
+  return tokens <= KEPT_GRADIENTS * sizes.hidden && bytes <= KEPT_BYTES ? bytes : 0;
+}
+
+// the rows of a tile of a checkpointed layer; nothing if it has too few rows for tiles
+function tileOf(sizes) {
+  const tokens = sizes.batch * sizes.seq, count = Math.floor(tokens / LEAST_ROWS);
+  return count > 1 ? { tile: Math.ceil(tokens / count) } : null;
 }
 
 function termValues(terms, sizes) {
@@ -40,17 +54,20 @@ function total(polynomial, values) {
 const FOREACH = "adamw_foreach";
 
 function evaluate(data, found, optimizer, sizes) {
-  const values = termValues(data.terms, withChunks(sizes));
-  const state = data.states[found[0]], step = data.steps[found[1]];
+  const tiled = found.length > 2 ? tileOf(sizes) : null;
+  const values = termValues(data.terms, withChunks({ ...sizes, ...tiled }));
+  const state = data.states[found[0]], step = data.steps[found[tiled ? 2 : 1]];
   const bytes = (number) => Math.round(total(data.sums[number], values));
   const kept = Object.fromEntries(Object.entries(step.kept).map(([role, number]) => [role, bytes(number)]));
+  const logits = keptLogits(sizes);
+  if (logits) kept.loss_head = (kept.loss_head || 0) + logits;
   const answer = {
     weights_bytes: bytes(state.weights),
     gradients_bytes: bytes(state.gradients),
     optimizer_bytes: bytes(state[optimizer === FOREACH ? "adamw" : optimizer]),
     kept_by_role: kept,
     kept_bytes: Object.values(kept).reduce((sum, size) => sum + size, 0),
-    step_peak_bytes: Math.max(...step.moments.map(bytes)),
+    step_peak_bytes: Math.max(...step.moments.map(bytes)) + logits,
     optimizer_step_bytes: optimizer === FOREACH ? bytes(state.gradients) : optimizer === "adafactor" ? sizes.adafactor : 0,
     context_bytes: data.context_bytes,
   };
@@ -59,7 +76,14 @@ function evaluate(data, found, optimizer, sizes) {
   return answer;
 }
 
-function largest(needed, room, most) {
+// the smallest number of sequences of so many tokens, or of so many tokens at a time, that has tiles
+const tilesFrom = (tokens) => Math.ceil(2 * LEAST_ROWS / tokens);
+
+// bytes grow with the number, and may fall once, at the number `falls`
+function largest(needed, room, most, falls) {
+  if (falls && falls <= most && needed(falls) <= room) {
+    return falls + largest((more) => needed(falls + more), room, most - falls);
+  }
   let low = 0, high = most + 1;
   while (high - low > 1) {
     const middle = Math.floor((low + high) / 2);
@@ -279,11 +303,17 @@ function checkLength(asked, seqLen) {
   }
 }
 
+// bytes of a logit that the head may keep to backward; 0 if it keeps none
+function logitBytes(asked, strategy) {
+  const none = WITHOUT_LOGITS.includes(strategy) || asked.data.task === "classification";
+  return none ? 0 : LOGIT_BYTES[asked.key.split("/").at(-1)] || 0;
+}
+
 function answer(asked, strategy, batchSize, seqLen, optimizer = "adamw") {
   checkLength(asked, seqLen);
-  const sizes = { ...asked.sizes, batch: batchSize, seq: seqLen };
+  const sizes = { ...asked.sizes, batch: batchSize, seq: seqLen, logits_itemsize: logitBytes(asked, strategy) };
   const key = asked.window && seqLen >= asked.window ? windowed(asked) : asked.key;
   return evaluate(asked.data, asked.data.cases[key][strategy], optimizer, sizes);
 }
 
-if (typeof module !== "undefined") module.exports = { question, answer, largest, mostTokens };
+if (typeof module !== "undefined") module.exports = { question, answer, largest, mostTokens, tilesFrom };

@@ -1,14 +1,17 @@
 // The form of the page, its table and its code. The numbers are those of formula.js.
 "use strict";
 
+const OTHER_CARD = "another size", PASTED = "as pasted";
+const FIELDS = ["preset", "card", "gigabytes", "batch", "seq", "training", "rank", "optimizer"];
 const MOST_BATCH = 1024, STEP = 64, GIB = 2 ** 30;
+// shown as, its name in the table of colours, and its bytes
 const PARTS = [
-  ["weights", "#4477aa", (found) => found.weights_bytes],
-  ["gradients", "#66ccee", (found) => found.gradients_bytes],
-  ["optimizer states", "#228833", (found) => found.optimizer_bytes],
-  ["kept for backward", "#ccbb44", (found) => Math.min(found.kept_bytes, found.step_peak_bytes)],
-  ["at the peak, beside that", "#ee6677", (found) => Math.max(found.step_peak_bytes - found.kept_bytes, 0)],
-  ["context of CUDA", "#aa3377", (found) => found.context_bytes],
+  ["weights", "weights", (found) => found.weights_bytes],
+  ["gradients", "gradients", (found) => found.gradients_bytes],
+  ["optimizer states", "optimizer states", (found) => found.optimizer_bytes],
+  ["kept for backward", "kept for backward", (found) => Math.min(found.kept_bytes, found.step_peak_bytes)],
+  ["at the peak, beside that", "transient", (found) => Math.max(found.step_peak_bytes - found.kept_bytes, 0)],
+  ["context of CUDA", "device context (allowance)", (found) => found.context_bytes],
 ];
 const $ = (id) => document.getElementById(id);
 
@@ -36,8 +39,12 @@ function trainingOf(mode, rank) {
   }[mode];
 }
 
+function roomOf() {
+  return $("card").value === OTHER_CARD ? Number($("gigabytes").value) * 1e9 : DATA.cards[$("card").value];
+}
+
 function read() {
-  for (const id of ["batch", "seq", "rank"]) {
+  for (const id of ["batch", "seq", "rank", "gigabytes"]) {
     if (!$(id).checkValidity()) throw new Error(`${$(id).parentElement.firstChild.textContent.trim()}: ${$(id).validationMessage}`);
   }
   let config;
@@ -45,7 +52,7 @@ function read() {
   if (config === null || typeof config !== "object" || Array.isArray(config)) throw new Error("A config is a JSON object.");
   const mode = $("training").value, rank = Number($("rank").value);
   const asked = question(DATA, config, trainingOf(mode, rank));
-  return { asked, mode, rank, batch: Number($("batch").value), seq: Number($("seq").value), room: DATA.cards[$("card").value] };
+  return { asked, mode, rank, batch: Number($("batch").value), seq: Number($("seq").value), room: roomOf() };
 }
 
 function rowOf(state, strategy) {
@@ -53,39 +60,54 @@ function rowOf(state, strategy) {
   const needed = (b, s) => answer(asked, strategy, b, s, optimizer).device_bytes;
   const limit = mostTokens(asked);
   const length = (steps) => Math.min(steps * STEP, limit);
-  const steps = largest((n) => needed(batch, length(n)), room, Math.ceil(limit / STEP));
+  const most = Math.ceil(limit / STEP);
+  const steps = largest((n) => needed(batch, length(n)), room, most, tilesFrom(batch * STEP));
   const found = answer(asked, strategy, batch, seq, optimizer);
   const fits = found.device_bytes > room ? "no" : found.device_bytes > room * (1 - DATA.headroom) ? "tight" : "yes";
-  return { strategy, found, fits, batch: largest((b) => needed(b, seq), room, MOST_BATCH), longest: length(steps) };
+  const [, , , time, gradients] = DATA.strategies[strategy];
+  return { strategy, found, fits, time, gradients, batch: largest((b) => needed(b, seq), room, MOST_BATCH, tilesFrom(seq)), longest: length(steps) };
 }
 
-function bar(found, scale) {
+// exact rows before lossy ones, then those that are not tight, then those that take less time; as strategies.py
+function recommended(rows) {
+  const order = (row) => [row.gradients !== "exact", row.fits === "tight", Object.keys(DATA.times).indexOf(row.time)].map(Number);
+  const before = (a, b) => order(a).map((value, i) => value - order(b)[i]).find((difference) => difference !== 0) ?? 0;
+  return rows.filter((row) => row.fits !== "no").sort(before)[0];
+}
+
+function bar(found, scale, room) {
   const parts = PARTS.map(([name, , size]) => `${name} ${readable(size(found))}`);
   const element = make("div", "", { class: "bar", role: "img", "aria-label": parts.join(", ") });
   for (const [name, colour, size] of PARTS) {
     const part = make("span", "", { title: `${name}: ${readable(size(found))}` });
     part.style.width = `${(100 * size(found)) / scale}%`;
-    part.style.background = colour;
+    part.style.background = DATA.colours[colour];
     element.append(part);
   }
+  const card = make("i", "", { class: "card", title: `the card: ${readable(room)}` });
+  card.style.left = `${(100 * room) / scale}%`;
+  element.append(card);
   return element;
 }
 
 function show(state) {
   const rows = Object.keys(state.asked.data.cases[state.asked.key]).map((strategy) => rowOf(state, strategy));
-  const scale = Math.max(...rows.map((row) => row.found.device_bytes));
+  const scale = Math.max(state.room, ...rows.map((row) => row.found.device_bytes));
+  const start = recommended(rows);
   $("rows").replaceChildren(...rows.map((row) => {
-    const line = document.createElement("tr"), cell = make("td", "");
-    cell.append(bar(row.found, scale));
+    const line = make("tr", "", row === start ? { class: "start" } : {}), cell = make("td", "");
+    cell.append(bar(row.found, scale, state.room));
     line.append(
       make("th", row.strategy, { scope: "row" }), make("td", readable(row.found.device_bytes), { class: "number" }), cell,
       make("td", row.fits, { class: row.fits }),
       make("td", row.batch >= MOST_BATCH ? `${MOST_BATCH}+` : row.batch, { class: "number" }),
       make("td", row.longest, { class: "number" }),
+      make("td", row.time, { title: DATA.times[row.time] }), make("td", row.gradients, { class: row.gradients === "exact" ? "" : "tight" }),
     );
     return line;
   }));
-  $("title").textContent = `${state.asked.name}, batch ${state.batch} × ${state.seq} on ${$("card").value}`;
+  $("title").textContent = `${state.asked.name}, batch ${state.batch} × ${state.seq} on ${$("card").value === OTHER_CARD ? `${$("gigabytes").value} GB` : $("card").value}`;
+  return { fitting: rows.filter((row) => row.fits !== "no").map((row) => row.strategy), start: start?.strategy };
 }
 
 // only names that stand in a table here reach the text, never what was pasted
@@ -121,20 +143,46 @@ function codeOf({ asked, mode, rank, batch }) {
   return lines.filter((line) => line !== null).join("\n");
 }
 
+// the strategy that the user has chosen; until then the recommended one is shown
+let chosen = "";
+
+// what is entered, in the address: an address opened again shows the same
+function remember() {
+  const state = new URLSearchParams(FIELDS.map((id) => [id, $(id).value]));
+  if ($("preset").value === PASTED) state.set("config", $("config").value);
+  if (chosen) state.set("strategy", chosen);
+  $("link").href = `#${state}`;
+  try { history.replaceState(null, "", `#${state}`); } catch { /* a browser may refuse so many changes in a row */ }
+}
+
+// fills the form from the address; a field keeps its content where the address has none that fits
+function recall() {
+  const state = new URLSearchParams(location.hash.slice(1));
+  for (const id of FIELDS.filter((id) => state.has(id))) {
+    const before = $(id).value;
+    $(id).value = state.get(id);
+    if (!$(id).value) $(id).value = before;
+  }
+  if (state.has("config")) $("config").value = state.get("config");
+  chosen = state.get("strategy") || "";
+}
+
 function update() {
   let problem = "";
   try {
     const state = read();
-    const chosen = $("strategy").value;
-    show(state);
-    fill($("strategy"), Object.keys(state.asked.data.cases[state.asked.key]));
-    $("strategy").value = chosen || "exact";
-    $("code").textContent = codeOf(state);
+    const { fitting, start } = show(state);
+    fill($("strategy"), fitting);
+    if (!fitting.includes(chosen)) chosen = "";
+    $("strategy").value = chosen || start;
+    $("start").textContent = start ? `Start with ${start}.` : "Nothing here fits: a smaller batch, LoRA or QLoRA needs less.";
+    $("code").textContent = start ? codeOf(state) : "";
   } catch (error) {
     problem = error.message;
   }
   $("problem").textContent = problem;
   $("answer").hidden = problem !== "";
+  remember();
 }
 
 function choosePreset() {
@@ -144,22 +192,24 @@ function choosePreset() {
 }
 
 function start() {
-  fill($("preset"), [...Object.keys(DATA.presets), "as pasted"]);
-  fill($("card"), Object.keys(DATA.cards));
-  $("card").value = "rtx4090";
+  fill($("preset"), [...Object.keys(DATA.presets), PASTED]);
+  fill($("card"), [...Object.keys(DATA.cards), OTHER_CARD]);
+  $("card").value = "rtx3060";
+  $("preset").value = "Llama-3.1-8B";
+  $("training").value = "qlora";
   fill($("optimizer"), Object.values(DATA.classes)[0].optimizers);
   $("headroom").textContent = `${Math.round(100 * DATA.headroom)}%`;
   $("legend").replaceChildren(...PARTS.map(([name, colour]) => {
     const item = document.createElement("li"), mark = document.createElement("span");
-    mark.style.background = colour;
+    mark.style.background = DATA.colours[colour];
     item.append(mark, name);
     return item;
   }));
   $("preset").addEventListener("change", choosePreset);
-  $("config").addEventListener("input", () => { $("preset").value = "as pasted"; update(); });
-  $("form").addEventListener("change", update);
+  $("config").addEventListener("input", () => { $("preset").value = PASTED; update(); });
+  for (const event of ["input", "change"]) $("form").addEventListener(event, update);
   $("form").addEventListener("submit", (event) => event.preventDefault());
-  $("strategy").addEventListener("change", update);
+  $("strategy").addEventListener("change", () => { chosen = $("strategy").value; update(); });
   $("copy").addEventListener("click", async () => {
     try {
       await navigator.clipboard.writeText($("code").textContent);
@@ -168,6 +218,8 @@ function start() {
       $("copied").textContent = "select the text to copy it";
     }
   });
+  window.addEventListener("hashchange", () => { recall(); choosePreset(); });
+  recall();
   choosePreset();
 }
 

@@ -74,7 +74,9 @@ def test_an_estimate_says_what_is_reserved():
     found = estimate(CONFIGS["llama"], batch_size=8, seq_len=256, config=None, dtype="bf16")
     assert found.reserved_share is not None and found.reserved_share_expandable is not None
     assert 1 < found.reserved_share < 1.5 and 1 < found.reserved_share_expandable < 1.5
-    assert f"reserves {found.reserved_share:.2f} times" in str(found) and "different lengths" in str(found)
+    assert f"reserves {found.reserved_share:.2f} bytes for each byte" in str(found) and "different lengths" in str(
+        found
+    )
     assert found.reserved_bytes(2.0) == 2 * found.total_peak_bytes + found.context_bytes
 
 

@@ -6,12 +6,12 @@ gradients that frozen weights do not get.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
@@ -26,11 +26,13 @@ class Work:
         products: Of the forward's products with weights.
         attention: Of the forward's queries times keys and probabilities times values.
         backward: Of the whole backward.
+        mlp: The part of `products` that is in MLPs that could be computed in tiles.
     """
 
     products: float
     attention: float
     backward: float
+    mlp: float = 0.0
 
     @property
     def forward(self) -> float:
@@ -46,10 +48,11 @@ class Work:
             self.products + times * other.products,
             self.attention + times * other.attention,
             self.backward + times * other.backward,
+            self.mlp + times * other.mlp,
         )
 
     def divided(self, by: int) -> Work:
-        return Work(self.products / by, self.attention / by, self.backward / by)
+        return Work(self.products / by, self.attention / by, self.backward / by, self.mlp / by)
 
 
 class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -60,7 +63,20 @@ class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.products = self.attention = 0
+        self.products = self.attention = self.inside = 0
+
+    def note(self, modules: Iterable[nn.Module]) -> None:
+        """Count the products of these modules' forwards in `inside`, too."""
+
+        def enter(module: nn.Module, args: Any) -> None:
+            self.inside -= self.products
+
+        def leave(module: nn.Module, args: Any, output: Any) -> None:
+            self.inside += self.products
+
+        for module in modules:
+            module.register_forward_pre_hook(enter)
+            module.register_forward_hook(leave)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))

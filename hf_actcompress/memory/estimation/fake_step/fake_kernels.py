@@ -18,7 +18,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 
 from ....kernels import KERNELS, TIMED
 from ....private_apis import FakeTensor, without_dispatch_modes
-from ....reference.logits_chunks import chunk_sizes, whole_chunk_sizes
+from ....reference.logits_chunks import chunk_sizes, row_sizes
 from ....reference.table import FUNCTIONS
 from .fake_allocator import FakeAllocator
 from .on_meta import NoKind, Results, aliases, is_plain_meta, kind_of
@@ -26,10 +26,9 @@ from .op_results import PLAIN, Leaf, MadeTensor, described, storages_in
 
 # function -> bytes that its kernel takes while it runs, beside the results, computed from its arguments
 _WORKING: dict[str, Callable[..., Sequence[int]]] = {
-    "cross_entropy_fwd": whole_chunk_sizes,
-    "linear_cross_entropy_fwd": lambda h, weight, bias, target, pointwise, dtype: chunk_sizes(h, weight, pointwise),
-    "linear_cross_entropy_bwd": lambda dlosses, h, weight, bias, target, maximum, log_sum, pointwise, needs: (
-        chunk_sizes(h, weight, pointwise, needs)
+    "linear_cross_entropy_fwd": lambda h, weight, bias, target, *rest: row_sizes(h, weight, *rest),
+    "linear_cross_entropy_bwd": lambda dlosses, h, weight, bias, target, maximum, log_sum, *rest: chunk_sizes(
+        h, weight, *rest
     ),
 }
 

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from ....errors import ActCompressError, ModelConfigError
+from ....models.probe import answers_kept
+from ....models.rules import mlps_for_tiles
 from ....private_apis import FakeTensor, FakeTensorMode, run_backward
 from ....reference.device_rules import under_rules
 from ....roles import Role
@@ -133,11 +135,15 @@ def run_counted(model: nn.Module, setting: Setting) -> Work:
     copy = ready(model, setting, roles=False)
     batch = _batch(copy.model, copy.mode, setting)
     allocator, counted = _allocator(copy.model, batch, setting), Operations()
+    # probes, as in `ready`
+    with ONE_AT_A_TIME, FakeAllocator(), answers_kept(setting.answers):
+        counted.note(mlps_for_tiles(copy.model))
     with _world(setting, copy.mode, allocator), counted:
         loss = _Eager(copy.model, batch, setting).loss(allocator)
         products, attention = counted.products, counted.attention
         run_backward(loss)
-    return Work(products, attention, counted.products + counted.attention - products - attention)
+    backward = counted.products + counted.attention - products - attention
+    return Work(products, attention, backward, counted.inside)
 
 
 def _batch(model: nn.Module, mode: FakeTensorMode, setting: Setting) -> dict[str, Any]:

@@ -45,15 +45,33 @@ def _fused_adamw(p: Tensor) -> Iterable[int]:
     return [p.nbytes, p.nbytes, 4]
 
 
-def _adamw_32bit(p: Tensor) -> Iterable[int]:
-    return [4 * p.numel(), 4 * p.numel()]
+def _one_moment(p: Tensor) -> Iterable[int]:
+    # and a step count in fp32
+    return [p.nbytes, 4]
 
 
-def _adamw_8bit(p: Tensor) -> Iterable[int]:
-    n = p.numel()
-    if n < _SMALLEST:
-        return _adamw_32bit(p)
-    return [n, n, 4 * -(-n // _BLOCK), 4 * -(-n // _BLOCK)]
+def _in_32_bits(moments: int) -> Callable[[Tensor], Iterable[int]]:
+    return lambda p: [4 * p.numel()] * moments
+
+
+def _in_8_bits(moments: int) -> Callable[[Tensor], Iterable[int]]:
+    def states(p: Tensor) -> Iterable[int]:
+        n = p.numel()
+        return [n, 4 * -(-n // _BLOCK)] * moments if n >= _SMALLEST else [4 * n] * moments
+
+    return states
+
+
+def _bitsandbytes(name: str, moments: int, what: str) -> dict[str, OptimizerRule]:
+    """An optimizer of bitsandbytes with states in 32 and in 8 bits."""
+    wide = _in_32_bits(moments)
+    return {
+        f"{name}_32bit": OptimizerRule(wide, f"{what} in fp32, as bitsandbytes keeps them"),
+        # the Trainer tells bitsandbytes to keep those of embeddings in fp32
+        f"{name}_8bit": OptimizerRule(
+            _in_8_bits(moments), f"{what} in 8 bits, as bitsandbytes keeps them under the Trainer", of_table=wide
+        ),
+    }
 
 
 def _adafactor(p: Tensor) -> Iterable[int]:
@@ -89,11 +107,7 @@ OPTIMIZERS: dict[str, OptimizerRule] = {
     FOREACH: OptimizerRule(
         _fused_adamw, 'the same, as torch\'s AdamW keeps them that is not fused (optim="adamw_torch")', _foreach
     ),
-    "adamw_32bit": OptimizerRule(_adamw_32bit, "two moments in fp32, as bitsandbytes keeps them"),
-    # the Trainer tells bitsandbytes to keep those of embeddings in fp32
-    "adamw_8bit": OptimizerRule(
-        _adamw_8bit, "two moments in 8 bits, as bitsandbytes keeps them under the Trainer", of_table=_adamw_32bit
-    ),
+    **_bitsandbytes("adamw", 2, "two moments"),
     "adafactor": OptimizerRule(
         _adafactor,
         "row and column sums in fp32 and no momentum, as transformers' Adafactor keeps them",
@@ -101,6 +115,11 @@ OPTIMIZERS: dict[str, OptimizerRule] = {
     ),
     "sgd_momentum": OptimizerRule(lambda p: [p.nbytes], "one moment in the parameter's dtype"),
     "sgd": OptimizerRule(lambda p: [], "nothing"),
+    "adagrad": OptimizerRule(_one_moment, "sums of squares in the parameter's dtype"),
+    "rmsprop": OptimizerRule(_one_moment, "mean squares in the parameter's dtype"),
+    **_bitsandbytes("rmsprop", 1, "mean squares"),
+    **_bitsandbytes("lion", 1, "one moment"),
+    **_bitsandbytes("ademamix", 3, "three moments"),
 }
 
 
@@ -108,5 +127,9 @@ def optimizer_rule(name: str) -> OptimizerRule:
     """The row for that name, or for the name that transformers' Trainer has for it. Raises UnknownOptionError."""
     row = OF_TRAINER.get(name, name)
     if row not in OPTIMIZERS:
-        raise UnknownOptionError("optimizer", name, [*OPTIMIZERS, *OF_TRAINER])
+        from transformers.training_args import OptimizerNames
+
+        trainers = name in {known.value for known in OptimizerNames}
+        what = "number of bytes of the Trainer's optimizer" if trainers else "optimizer"
+        raise UnknownOptionError(what, name, [*OPTIMIZERS, *OF_TRAINER])
     return OPTIMIZERS[row]

@@ -1,0 +1,45 @@
+"""Layers by plans: a layer's forward and backward come from its own joint graph.
+
+A layer's code and autograd's own backward of it are traced once per kind of layer (`trace`), each node of the graph is
+kept or made again by the compiler's policy (`rules`), torch's partitioner divides the graph in two (`divide`), and both
+run as straight-line code (`code`, `backward`) in one autograd Function (`function`). Backward reads nothing from the
+module. Each call of a layer looks for its plan (`layer`, `look`, `given`); plans are shared by layers of one kind
+(`store`). Calls without a plan run module by module.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+from ..config import CompressionConfig
+from ..models.sites import Site
+from ..modules.checkpoint import CHECKPOINT_FUNCTION, CheckpointSettings
+from ..programs import LayerSettings
+from ..programs.layer import ProgramLayerMixin
+from ..roles import Role
+from .layer import PlannedLayer
+from .look import kind_of
+from .showing import show
+from .store import Store
+from .units import units_of
+
+__all__ = ["PlannedLayer", "Store", "find_plans", "show", "units_of", "wants_plans"]
+
+
+def wants_plans(config: CompressionConfig) -> bool:
+    """Whether a config wants layers to run by plans."""
+    return config.engine == "plans" and config.programs and not config.always_in_tiles
+
+
+def find_plans(layer: nn.Module, store: Store, kept: CheckpointSettings | None = None) -> Site:
+    """The site of a layer that runs by plans.
+
+    Args:
+        layer: A layer whose leaves are patched, one of `units_of` its model.
+        store: The plans of the model.
+        kept: What the layer keeps where it is checkpointed; None: its input as it is.
+    """
+    store.note(*kind_of(layer))
+    function = layer.__dict__.get(CHECKPOINT_FUNCTION)
+    settings = LayerSettings(Role.LAYER, "plan", programs=PlannedLayer(store), kept=kept, function=function)
+    return Site(ProgramLayerMixin, settings)

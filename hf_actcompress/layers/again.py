@@ -1,0 +1,94 @@
+"""Outputs of a plan that are made again from what the plan keeps, for a reader behind it that would keep them."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+
+from ..compilation.policy import is_cheap, is_statistic, is_view
+from ..programs.keeping import source_of
+from ..records import declare
+from .code import forward_code
+from .divide import Halves
+from .rules import PRODUCTS
+
+# how many tensors an output may be made of
+_SOURCES = 8
+
+
+@dataclass(frozen=True)
+class MadeAgain:
+    """How an output is made again from what a plan keeps, for a reader behind it that would keep the output.
+
+    Attributes:
+        output: The place of the output.
+        code: Makes it of the sources.
+        sources: Their places among the kept tensors.
+        own: For each of them, whether the plan has made it.
+    """
+
+    output: int
+    code: Callable[..., Tensor]
+    sources: tuple[int, ...]
+    own: tuple[bool, ...]
+
+    def declare(self, y: Tensor, kept: Sequence[Tensor], sharded: bool) -> None:
+        """Declare that y is made again."""
+        sources = [source_of(kept[i], sharded, own) for i, own in zip(self.sources, self.own, strict=True)]
+        declare(y, self.code, *sources)
+
+
+def made_again(halves: Halves, place: int, y: Node) -> MadeAgain | None:
+    """How an output is made again from kept tensors by cheap nodes; None if it is not."""
+    if y in halves.kept or y.op == "placeholder" or not y.meta["val"].is_floating_point():
+        return None
+    needs: list[Node] = []
+    seen: set[Node] = set()
+    pending = [y]
+    while pending:
+        x = pending.pop()
+        if x in seen:
+            continue
+        seen.add(x)
+        if x in halves.kept:
+            needs.append(x)
+        elif not _is_made_again(x):
+            return None
+        else:
+            pending += x.all_input_nodes
+    if len(needs) > _SOURCES:
+        return None
+    graph = Graph()
+    copied = {x: graph.placeholder(x.name) for x in needs}
+    for x in halves.forward.graph.nodes:
+        if x in seen and x not in copied:
+            copied[x] = graph.node_copy(x, copied.__getitem__)
+    run = forward_code(graph, [copied[x] for x in needs], [copied[y]])
+    inputs = halves.inputs
+    own = tuple(x not in inputs for x in needs)
+    return MadeAgain(place, _First(run), tuple(halves.kept.index(x) for x in needs), own)
+
+
+class _First:
+    """A function that returns the first item of what another one returns."""
+
+    def __init__(self, run: Callable[..., tuple[Any, ...]]) -> None:
+        self._run = run
+
+    def __call__(self, *args: Tensor) -> Tensor:
+        with torch.no_grad():
+            y: Tensor = self._run(*args)[0]
+        return y
+
+
+def _is_made_again(x: Node) -> bool:
+    if x.op != "call_function" or x.target in PRODUCTS:
+        return False
+    is_size = isinstance(x.meta.get("val"), (int, torch.SymInt))
+    return is_size or is_cheap(x) or is_view(x) or is_statistic(x) or x.target is operator.getitem

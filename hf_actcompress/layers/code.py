@@ -1,0 +1,180 @@
+"""Straight-line Python code for a graph: one call after the other, each result dropped after its last reader."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+
+from ..private_apis.graphs import binding
+from ..reference import dropout_fwd, dropout_replay
+from .draws import DRAWN, DROPPED
+from .in_place import written_over
+from .redraw import Certain, drawn_from, state_before
+
+_INFIX = {operator.mul: "*", operator.add: "+", operator.sub: "-", operator.floordiv: "//", operator.mod: "%"}
+aten = torch.ops.aten
+
+
+class CodeWriter:
+    """Writes the code of one graph.
+
+    Args:
+        graph: The graph.
+        loads: What each placeholder is read from: the source text of an expression, which may be read once.
+        results: What the code returns, of which nothing is written over.
+    """
+
+    def __init__(self, graph: Graph, loads: dict[Node, str], results: Iterable[Node]) -> None:
+        self._loads = loads
+        self._overwrites = written_over(graph, results)
+        self._names: dict[Node, str] = {}
+        self._last = _last_readers(graph)
+        self.known: dict[str, Any] = {}
+        self.lines: list[str] = []
+        self._graph = graph
+
+    def constant(self, value: Any) -> str:
+        """A name for an object in the code."""
+        for name, known in self.known.items():
+            if known is value:
+                return name
+        name = f"c{len(self.known)}"
+        self.known[name] = value
+        return name
+
+    def name(self, node: Node) -> str:
+        """The variable of a node; a placeholder is read when it is first needed."""
+        if node not in self._names:
+            self._names[node] = f"v{len(self._names)}"
+            if node.op == "placeholder":
+                self.lines.append(f"{self._names[node]} = {self._loads[node]}")
+            elif node.op == "get_attr":
+                value = getattr(self._graph.owning_module, str(node.target))
+                self.lines.append(f"{self._names[node]} = {self.constant(value)}")
+        return self._names[node]
+
+    def text(self, value: Any) -> str:
+        """The source text of an argument."""
+        if isinstance(value, Node):
+            return self.name(value)
+        if isinstance(value, (list, tuple)):
+            inner = ", ".join(map(self.text, value))
+            return f"[{inner}]" if isinstance(value, list) else f"({inner},)"
+        if isinstance(value, slice):
+            return f"slice({self.text(value.start)}, {self.text(value.stop)}, {self.text(value.step)})"
+        if value is None or type(value) in (bool, int, str) or (type(value) is float and abs(value) < float("inf")):
+            return repr(value)
+        return self.constant(value)
+
+    def write(self, after: Callable[[Node], None] | None = None, needed: set[Node] | None = None) -> None:
+        """Write all calls of the graph; `after` is called behind each."""
+        for node in self._graph.nodes:
+            if node.op != "call_function" or (needed is not None and node not in needed):
+                continue
+            self._call(node)
+            if after is not None:
+                after(node)
+            dead = [self._names[x] for x in self._last.get(node, ()) if x in self._names]
+            if dead:
+                self.lines.append(f"{' = '.join(dead)} = None")
+
+    def _call(self, node: Node) -> None:
+        target: Any = node.target
+        if target is DRAWN:
+            # its product follows, and both are one call of dropout
+            return
+        args = [
+            self.text(x) for x in node.args if not (target is DROPPED and isinstance(x, Node) and x.target is DRAWN)
+        ]
+        if target is DROPPED and node.args[1].target is DRAWN:  # type: ignore[union-attr]
+            self._dropout(node, args)
+            return
+        if target is drawn_from and node.args[0].target is state_before:  # type: ignore[union-attr]
+            # the state was taken just before
+            target, args = node.args[2], args[3:]
+        if node in self._overwrites:
+            target, place = self._overwrites[node]
+            args.insert(0, args.pop(place))
+        words = [f"{word}={self.text(x)}" for word, x in node.kwargs.items()]
+        if target is operator.getitem:
+            text = f"{args[0]}[{args[1]}]"
+        elif target in _INFIX:
+            text = f"{args[0]} {_INFIX[target]} {args[1]}"
+        elif target is aten.sym_size.int:
+            text = f"{args[0]}.size({args[1]})"
+        else:
+            text = f"{self.constant(direct(target))}({', '.join([*args, *words])})"
+        self.lines.append(f"{self.name(node)} = {text}")
+
+    def _dropout(self, node: Node, args: list[str]) -> None:
+        state: Node = node.args[1]  # type: ignore[assignment]
+        if state in self._names:
+            # a second product with the same mask
+            self.lines.append(
+                f"{self.name(node)} = {self.constant(direct(DROPPED))}({args[0]}, {self.name(state)}, {args[1]})"
+            )
+            return
+        self.lines.append(f"{self.name(node)}, {self.name(state)} = {self.constant(dropout_fwd)}({', '.join(args)})")
+
+    def function(self, arguments: str, result: str) -> Callable[..., Any]:
+        """The function that consists of the lines and returns the result."""
+        lines = [*self.lines, f"return {result}"]
+        source = f"def run({arguments}):\n    " + "\n    ".join(lines) + "\n"
+        found: dict[str, Any] = dict(self.known)
+        exec(compile(source, "<a layer's plan>", "exec"), found)  # noqa: S102
+        run: Callable[..., Any] = found["run"]
+        run.source = source  # type: ignore[attr-defined]
+        return run
+
+
+def _last_readers(graph: Graph) -> dict[Node, list[Node]]:
+    last: dict[Node, Node] = {}
+    for node in graph.nodes:
+        for x in node.all_input_nodes:
+            last[x] = node
+    found: dict[Node, list[Node]] = {}
+    for x, reader in last.items():
+        found.setdefault(reader, []).append(x)
+    return found
+
+
+def direct(target: Any) -> Any:
+    """What costs the host least among functions that do the same."""
+    if target is DROPPED:
+        return dropout_replay
+    return binding(target.op if isinstance(target, Certain) else target)
+
+
+def forward_code(
+    graph: Graph, inputs: Sequence[Node], results: Sequence[Node], packed: Sequence[Node] = ()
+) -> Callable[..., Any]:
+    """A function of the inputs that returns the results in a tuple.
+
+    With `packed` it takes a list of functions after the inputs, one for each of these nodes, which pack their values
+    behind their last readers.
+    """
+    names = [f"x{i}" for i in range(len(inputs))]
+    writer = CodeWriter(graph, dict(zip(inputs, names, strict=True)), results)
+    due: dict[Node, list[Node]] = {}
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    for x in packed:
+        readers = [user for user in x.users if user.op == "call_function"]
+        due.setdefault(max(readers, key=order.__getitem__, default=x), []).append(x)
+
+    def after(node: Node) -> None:
+        for x in due.get(node, ()):
+            name = writer.name(x)
+            alias = f"p{packed.index(x)}"
+            writer.lines.append(f"{alias} = k[{packed.index(x)}]({name})")
+            if x not in returned:
+                writer.lines.append(f"{name} = None")
+
+    returned = {x for x in results if x not in packed}
+    writer.write(after)
+    texts = [f"p{packed.index(x)}" if x in packed else writer.text(x) for x in results]
+    arguments = [*names, "k"] if packed else names
+    return writer.function(", ".join(arguments), f"({', '.join(texts)},)")

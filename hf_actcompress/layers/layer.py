@@ -1,0 +1,271 @@
+"""A layer that runs by plans: each call looks for its plan, which is made at the first call of its kind."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from ..codecs import IDENTITY
+from ..modules.base import is_sharded, recording, settings_of
+from ..modules.checkpoint import KeptInput
+from ..ops.autocast import autocast_dtype
+from ..ops.region import region_in_progress
+from ..ops.snapshot import MERGED, refuse_merges
+from ..private_apis import FakeTensor, as_in_first_run
+from ..programs import handing, stages
+from ..programs.handing import Heads, let_go
+from ..programs.left_out import left_out_of
+from ..programs.stages import Stages, stops_of
+from ..records import applied
+from ..records import checkpointed as is_checkpointed
+from ..roles import Role
+from .caches import filled, is_empty
+from .checkpointed import recompute_of
+from .function import PlanFunction, Way
+from .given import CallArguments, Unknown
+from .look import LayerLook, kind_of
+from .packing import Packer
+from .plan import LayerPlan
+from .sizes import layout
+from .store import ARGUMENT, Kind, Known, Store, TraceSetting, learn
+
+# fake tensors count as plain, or an estimate would take another path than the training
+_WEIGHTS = frozenset({nn.Parameter, Tensor, nn.Buffer, FakeTensor})
+# how many states of a layer (training, evaluation, adapters) are remembered
+_STATES = 8
+# the roles whose ops have variants with another backward than stock's
+_VARIANTS = (Role.NORM, Role.ACTIVATION, Role.LINEAR, Role.CONV2D)
+
+
+@dataclass
+class _State:
+    """A layer as it was in a call: how it looked, its kind, and where its weights are."""
+
+    look: LayerLook
+    kind: Kind
+    known: dict[Hashable, Any]
+    base: Hashable
+    integers: dict[tuple[str, str], int]
+    weights: list[tuple[dict[str, Any], str]]
+    adapters: list[nn.Module]
+    why_not: str = ""
+    last: tuple[Any, Known | None] = (None, None)
+    uses: dict[Any, tuple[Way, tuple[int, ...]]] = field(default_factory=dict)
+
+    def looked_at(self, given: CallArguments) -> set[int]:
+        """The integers among the arguments, by number, that the layer's code has looked at in calls of that form."""
+        found: set[int] = self.known.setdefault(("looked at", given.form), set())
+        return found
+
+    def key(self, given: CallArguments, weights: list[Any], keeps: KeptInput | None) -> list[Any]:
+        """What decides which plan a call runs. The sizes are in the last item."""
+        x = next(x for x in given.tensors if x.is_floating_point())
+        return [
+            autocast_dtype(x), recompute_of(keeps), x.device, given.form,
+            [w.dtype for w in weights], [w.requires_grad for w in weights],
+            [given.integers[i] for i in sorted(self.looked_at(given))] if given.integers else [],
+            [(y.shape, y.stride(), y.dtype, y.requires_grad) for y in given.tensors],
+        ]  # fmt: skip
+
+    def use(
+        self, layer: nn.Module, known: Known, plan: LayerPlan, keeps: KeptInput | None
+    ) -> tuple[Way, tuple[int, ...]]:
+        """How the layer keeps what the plan keeps, and its index in caches. Both hold as long as the look holds."""
+        found = self.uses.get((id(known), keeps))
+        if found is None:
+            places = (p if isinstance(p, int) else getattr(layer.get_submodule(p[0]), p[1]) for p in known.index)
+            found = self.uses[id(known), keeps] = _way(layer, plan, keeps), tuple(places)
+        return found
+
+
+@dataclass
+class PlannedLayer:
+    """The plans of one layer. Deep-copies and pickles with the layer.
+
+    Attributes:
+        store: The plans that it shares with the other layers of the model.
+        calls: How many calls ran by plans.
+        leaf_calls: How many calls with gradients went module by module.
+        why: Why the last of these did.
+    """
+
+    store: Store
+    calls: int = 0
+    leaf_calls: int = 0
+    why: str = ""
+    _states: list[_State] = field(default_factory=list, repr=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # a copy looks its own modules up
+        return {**self.__dict__, "_states": []}
+
+    def run(
+        self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], keeps: KeptInput | None = None
+    ) -> tuple[Any] | None:
+        """What the layer returns, in a tuple; None for a call that goes module by module.
+
+        `keeps` is what it keeps of its input, if all else is to be made again in backward.
+        """
+        x = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.is_floating_point()), None)
+        if x is None or not recording(x):
+            return None
+        # where a checkpointed region runs again, the layer is what it was in the first run
+        state = as_in_first_run(self, lambda plans: plans._state(layer))
+        if not state.look.can_run():
+            return self._leaf_by_leaf("a module in it has hooks or a forward of its own")
+        if state.why_not:
+            return self._leaf_by_leaf(state.why_not)
+        if left_out_of(x) is not None or region_in_progress() is not None:
+            return None
+        try:
+            given = CallArguments(args, kwargs)
+        except Unknown as reason:
+            return self._leaf_by_leaf(str(reason))
+        weights = [place.get(name) for place, name in state.weights]
+        if not {type(w) for w in weights} <= _WEIGHTS:
+            return self._leaf_by_leaf("a weight is no plain parameter")
+        known = self._known(layer, state, given, weights, keeps)
+        if isinstance(known.plan, str):
+            return self._leaf_by_leaf(known.plan)
+        found = self._run(layer, state, known, known.plan, given, weights, keeps)
+        if found is None:
+            return self._leaf_by_leaf("its cache has keys and values already, or is of another kind")
+        self.calls += 1
+        # weights are read again in backward, if only to be cast
+        if state.adapters and (keeps is not None or autocast_dtype(x) is not None or is_checkpointed()):
+            refuse_merges(state.adapters, found[0])
+        return found
+
+    def known(self) -> list[Known]:
+        """What is known of the calls of this layer so far, in all of its states; each plan once."""
+        found = [calls for state in self._states for calls in state.known.values() if isinstance(calls, Known)]
+        return list({id(known): known for known in found}.values())
+
+    def _leaf_by_leaf(self, why: str) -> tuple[Any] | None:
+        """Note for the report why a call goes module by module."""
+        self.leaf_calls, self.why = self.leaf_calls + 1, why
+        return None
+
+    def _state(self, layer: nn.Module) -> _State:
+        for i, state in enumerate(self._states):
+            if state.look.holds():
+                if i:
+                    self._states.insert(0, self._states.pop(i))
+                return state
+        base, integers = kind_of(layer)
+        kind, known = self.store.kind(base, integers)
+        look, weights = LayerLook(layer), _places(layer)
+        state = _State(look, kind, known, base, integers, weights, _adapters(layer), _why_not(layer))
+        self._states = [state, *self._states[: _STATES - 1]]
+        return state
+
+    def _known(
+        self, layer: nn.Module, state: _State, given: CallArguments, weights: list[Any], keeps: KeptInput | None
+    ) -> Known:
+        key = state.key(given, weights, keeps)
+        last, same = state.last
+        if same is not None and key == last:
+            return same
+        known: Known | None = state.known.get(_frozen(key))
+        if known is None:
+            known = self._learned(layer, state, given, key)
+            # the code may have looked at integers, which are a part of the key from now on
+            key = state.key(given, weights, keeps)
+            state.known[_frozen(key)] = known
+        state.last = key, known
+        return known
+
+    def _learned(self, layer: nn.Module, state: _State, given: CallArguments, key: list[Any]) -> Known:
+        """The plan for a call of new sizes: one that serves any sizes, from the second sizes on."""
+        alike = (*map(_frozen, key[:-1]), *((x.dim(), layout(x), x.dtype, x.requires_grad) for x in given.tensors))
+        others: list[Known] = state.known.setdefault(alike, [])
+        for known in others:
+            if known.sizes is not None and known.sizes.allow(given.tensors):
+                return known
+        differing = self.store.differing(state.base, state.integers) - state.kind.branched
+        seen = state.looked_at(given)
+        arguments = {(ARGUMENT, str(i)) for i in range(len(given.integers)) if i not in seen}
+        known, looked = learn(layer, given, TraceSetting(key[0], key[1], dynamic=bool(others)), differing | arguments)
+        if looked:
+            state.kind.branched |= looked - arguments
+            state.kind, state.known = self.store.kind(state.base, state.integers)
+            state.looked_at(given).update(seen, (int(number) for _, number in looked & arguments))
+        else:
+            others.append(known)
+        return known
+
+    def _run(
+        self,
+        layer: nn.Module,
+        state: _State,
+        known: Known,
+        plan: LayerPlan,
+        given: CallArguments,
+        weights: list[Any],
+        keeps: KeptInput | None,
+    ) -> tuple[Any] | None:
+        way, indices = state.use(layer, known, plan, keeps)
+        if not all(is_empty(cache, index) for cache, index in zip(given.caches, indices, strict=False)):
+            return None
+        inputs = [*weights, *given.tensors]
+        inputs += [inputs[i] for i in plan.repeats]
+        x = given.tensors[0]
+        stops = () if plan.elements <= stages.SLACK else stops_of(plan.order, inputs, 4 * x.numel())
+        run = Stages(stops, inputs) if stops else None
+        heads: Heads | None = {} if 3 * x.numel() >= handing.LARGE else None
+        link = None if run is None else run.linked(inputs)
+        made = applied(PlanFunction, plan, run, heads, link, is_sharded(layer), way, *inputs)
+        assert known.returned is not None
+        if heads is not None:
+            made = tuple([y if i in plan.ungraded else let_go(heads, i, y) for i, y in enumerate(made)])
+        count = len(made) - 2 * len(indices)
+        for cache, index, i in zip(given.caches, indices, range(count, len(made), 2), strict=False):
+            filled(cache, made[i], made[i + 1], index)
+        return (known.returned.put_together(made[:count], [*given.tensors, *given.caches, *given.integers]),)
+
+
+def _frozen(key: Any) -> Hashable:
+    """A key of lists as one that a dictionary takes."""
+    return tuple(map(_frozen, key)) if isinstance(key, list) else key
+
+
+def _places(layer: nn.Module) -> list[tuple[dict[str, Any], str]]:
+    """Where the layer's parameters and buffers are, in the order of a snapshot."""
+    found: dict[int, tuple[dict[str, Any], str]] = {}
+    for module in layer.modules():
+        for held in (module._parameters, module._buffers):
+            for name, x in held.items():
+                if x is not None:
+                    found.setdefault(id(x), (held, name))
+    return list(found.values())
+
+
+def _adapters(layer: nn.Module) -> list[nn.Module]:
+    """The modules that may merge an adapter into a weight, which no version shows."""
+    return [module for module in layer.modules() if MERGED in vars(module)]
+
+
+def _way(layer: nn.Module, plan: LayerPlan, keeps: KeptInput | None) -> Way:
+    """How a layer keeps what the plan keeps."""
+    if keeps is not None:
+        return Way((), [x._replace(codec=keeps.codec if i == 0 else IDENTITY) for i, x in enumerate(plan.outside)])
+    if not plan.packed:
+        return Way((), list(plan.outside))
+    codecs = {x.place: x.codec_in(layer) for x in plan.packed}
+    packs = [Packer(codecs[x.place], x.order) for x in plan.packed if not x.outside]
+    return Way((packs,) if packs else (), [x._replace(codec=codecs.get(x.place, IDENTITY)) for x in plan.outside])
+
+
+def _why_not(layer: nn.Module) -> str:
+    """Why no plan can do what the config asks of the modules in a layer; empty if one can."""
+    for name, module in layer.named_modules():
+        settings = settings_of(module)
+        if module is layer or settings is None:
+            continue
+        other = settings.role in _VARIANTS and settings.keeps != "input"
+        if other or (settings.role == Role.ATTENTION and settings.kind == "eager"):
+            return f"{name} keeps something in a way that plans do not know"
+    return ""

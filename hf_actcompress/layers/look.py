@@ -1,0 +1,156 @@
+"""What a layer is made of, which each call compares with what was there when its plan was made.
+
+A call looks at attributes, children, hooks and functions, and reads no name of a model: whatever a layer's code may
+branch on is compared. Every layer does it in every step, so it is a comparison of two lists.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Hashable, Iterator
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..modules.base import HOOKS, Settings, are_wanted, stock_type
+from ..private_apis import as_in_first_run, hooks_on_every_module
+from ..records import current
+
+# what a module runs in place of its class's forward or call: `nn.Module.compile` sets the second, and so do reports
+_INSTEAD = ("forward", "_compiled_call_impl")
+_PLAIN = (bool, int, float, str, type(None))
+_CONTAINERS = (dict, list, tuple, set)
+# what every module has and does not compute with
+_OF_MODULES = frozenset(vars(nn.Module())) - {"training"}
+_OWN = frozenset({"actcompress_proved", "_gradient_checkpointing_func", *_INSTEAD})
+# (the dictionary that holds a value, its name there, the value)
+_Place = tuple[dict[str, Any], str, Any]
+
+
+class LayerLook:
+    """A layer as it is now."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        modules = list(layer.modules())
+        found: list[_Place] = []
+        for module in modules:
+            found += [(module._modules, name, child) for name, child in module._modules.items()]
+            # what stands in the place of the class's forward or call
+            found += [(vars(module), name, vars(module).get(name)) for name in _INSTEAD if module is not layer]
+            found += [(vars(module), name, _copied(value)) for name, value in _attributes(module, module is layer)]
+        for config in _configs(modules):
+            found += [(vars(config), name, value) for name, value in vars(config).items() if type(value) in _PLAIN]
+        kinds = dict.fromkeys(map(stock_type, modules))
+        found += [(space, name, value) for kind in kinds for space, name, value in _called(kind)]
+        self._kinds, self._forwards = list(kinds), [kind.forward for kind in kinds]
+        self._hooks = [vars(module)[name] for module in modules for name in HOOKS]
+        self._replaced, self._called = (any(name in vars(module) for module in modules[1:]) for name in _INSTEAD)
+        self._places, self._names, values = zip(*found, strict=True)
+        self._values = list(values)
+
+    def holds(self) -> bool:
+        """Whether all is as it was."""
+        now = list(map(dict.get, self._places, self._names))
+        return now == self._values and [kind.forward for kind in self._kinds] == self._forwards
+
+    def can_run(self) -> bool:
+        """Whether no hook inside wants to see a call, and no module's forward was replaced."""
+        if self._replaced or (self._called and current.watcher is None):
+            return False
+        return not as_in_first_run(self._hooks, _hooked)
+
+
+def _hooked(hooks: list[dict[int, Any]]) -> bool:
+    return hooks_on_every_module() or (any(hooks) and any(map(are_wanted, hooks)))
+
+
+def _attributes(module: nn.Module, is_layer: bool) -> Iterator[tuple[str, Any]]:
+    """The module's own attributes, without hooks, weights and children."""
+    for name, value in vars(module).items():
+        # the layer's own settings hold its plans
+        skipped = name in _OF_MODULES or name in _OWN or (is_layer and name == "actcompress")
+        if not skipped and not isinstance(value, (Tensor, nn.Module)):
+            yield name, value
+
+
+def _copied(value: Any) -> Any:
+    return copy.copy(value) if type(value) in _CONTAINERS else value
+
+
+def _configs(modules: list[nn.Module]) -> list[Any]:
+    configs = (vars(module).get("config") for module in modules)
+    return list(
+        {id(config): config for config in configs if config is not None and hasattr(config, "__dict__")}.values()
+    )
+
+
+def _called(kind: type[nn.Module]) -> Iterator[_Place]:
+    """The functions that the forward of a class finds in its file."""
+    forward: Any = inspect.unwrap(kind.forward)
+    code = getattr(forward, "__code__", None)
+    for name in code.co_names if code is not None else ():
+        value = forward.__globals__.get(name)
+        if isinstance(value, FunctionType):
+            yield forward.__globals__, name, value
+
+
+class Same:
+    """An object as a part of a key: equal to itself alone."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Same) and other.value is self.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
+def kind_of(layer: nn.Module) -> tuple[Hashable, dict[tuple[str, str], int]]:
+    """What makes two layers of one kind, and the integers among their attributes, by module and name."""
+    found: list[Hashable] = []
+    numbers: dict[tuple[str, str], int] = {}
+    tensors: dict[int, int] = {}
+    modules = list(layer.modules())
+    for config in _configs(modules):
+        found += [(name, value) for name, value in vars(config).items() if type(value) in _PLAIN]
+    for kind in dict.fromkeys(map(stock_type, modules)):
+        found += [(name, Same(value)) for _, name, value in _called(kind)]
+    for path, module in layer.named_modules(remove_duplicate=False):
+        found.append((path, stock_type(module) if module is layer else type(module), Same(stock_type(module).forward)))
+        for name, value in _attributes(module, module is layer):
+            if type(value) is int:
+                numbers[path, name] = value
+            else:
+                found.append((name, _described(value)))
+        for held in (module._parameters, module._buffers):
+            for name, x in held.items():
+                shape = None if x is None else (x.shape, x.dtype, x.device, x.requires_grad, x.stride())
+                number = None if x is None else tensors.setdefault(id(x), len(tensors))
+                found.append((name, shape, number))
+    return tuple(found), numbers
+
+
+def _described(value: Any) -> Hashable:
+    if type(value) in _PLAIN or isinstance(value, (torch.dtype, torch.device, torch.Size)):
+        return type(value), value
+    if isinstance(value, dict):
+        return "dict", tuple((_described(name), _described(item)) for name, item in value.items())
+    if type(value) in (list, tuple):
+        return type(value), tuple(map(_described, value))
+    if type(value) in (set, frozenset):
+        return "set", frozenset(map(_described, value))
+    # layers of one kind have equal settings, and an object for each
+    return value if isinstance(value, Settings) and _is_hashable(value) else Same(value)
+
+
+def _is_hashable(settings: Settings) -> bool:
+    try:
+        hash(settings)
+    except TypeError:
+        return False
+    return True

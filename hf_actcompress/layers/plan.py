@@ -1,0 +1,181 @@
+"""A plan: the forward and the backward of one kind of layer, as straight-line code over what crosses between them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from ..codecs import IDENTITY
+from ..compilation.attribution import module_reading
+from ..compilation.policy import of_forward
+from ..programs.keeping import Outside, opened
+from .again import MadeAgain, made_again
+from .backward import BackwardCode, Stops
+from .checkpointed import Recompute, checkpointed
+from .code import forward_code
+from .divide import Halves, divide
+from .ordering import lower_peak
+from .packing import Packed, opening, packed_in
+from .trace import Joint
+
+_NOTHING: frozenset[int] = frozenset()
+
+
+@dataclass
+class LayerPlan:
+    """What one kind of layer runs.
+
+    Attributes:
+        forward: The code of the forward: of the inputs, it returns the outputs, what is kept and is no input, and the
+            kept sizes.
+        inputs: How many inputs it takes.
+        outputs: How many outputs there are.
+        tensors: Where the kept sizes begin in what `forward` returns.
+        kept: For each kept tensor its place in (inputs, outputs, what is kept), and whether it is a weight.
+        keepers: The module for which each is kept, for reports.
+        outside: The kept activations that are inputs.
+        packed: What goes through a codec.
+        made: The outputs that are made again.
+        ungraded: The outputs without a gradient.
+        code: Writes the backward.
+        order: The weights whose gradients are done one after the other.
+        halves: The graphs.
+        elements: How many elements all weights with a gradient have.
+        repeats: The inputs that autograd is given once more, for each further gradient that it adds up.
+        checkpointed: Whether it keeps its inputs, and makes again what it would keep otherwise.
+    """
+
+    forward: Callable[..., tuple[Any, ...]]
+    inputs: int
+    outputs: int
+    tensors: int
+    kept: tuple[tuple[int, bool], ...]
+    keepers: tuple[str, ...]
+    outside: tuple[Outside, ...]
+    packed: tuple[Packed, ...]
+    made: tuple[MadeAgain, ...]
+    ungraded: tuple[int, ...]
+    code: BackwardCode
+    order: tuple[tuple[int, ...], ...]
+    halves: Halves
+    elements: int
+    repeats: tuple[int, ...]
+    checkpointed: bool
+    _backwards: dict[Any, tuple[Callable[..., Any], tuple[int, ...]]] = field(default_factory=dict)
+
+    @cached_property
+    def places_outside(self) -> list[int]:
+        """The places of kept inputs among the kept tensors."""
+        return [x.place for x in self.outside]
+
+    def missing(self, grads: Sequence[Tensor | None]) -> frozenset[int]:
+        """The outputs that could have a gradient and have none."""
+        # not `None in grads`: that calls the slow comparison of a tensor with None
+        if not any([dy is None for dy in grads]):
+            return _NOTHING
+        return frozenset([i for i, dy in enumerate(grads) if dy is None and i not in self.ungraded])
+
+    def backward(self, missing: frozenset[int], stops: Stops) -> tuple[Callable[..., Any], tuple[int, ...]]:
+        """The code of the backward, and the missing gradients for which it wants zeros."""
+        key = missing, stops
+        if key not in self._backwards:
+            self._backwards[key] = self.code.write(missing, stops)
+        return self._backwards[key]
+
+
+def make_plan(joint: Joint, again: Recompute) -> LayerPlan:
+    """Make the plan of a joint graph, which is changed.
+
+    Args:
+        joint: The graph.
+        again: What backward makes again that a layer without checkpointing keeps.
+    """
+    readers = _readers(joint)
+    halves, recomputes = divide(joint), again != Recompute.NOTHING
+    if recomputes:
+        halves = checkpointed(halves, again)
+    inputs = halves.inputs
+    known = {node: i for i, node in enumerate(inputs)}
+    owned = {node for node, x in halves.read.items() if x not in known} | halves.tangents.keys()
+    lower_peak(halves.backward.graph, owned)
+    repeats = _apart(halves, readers)
+    inner = [x for x in halves.kept if x not in known]
+    packed = () if recomputes else tuple(packed_in(halves, known))
+    outside = tuple(Outside(i, IDENTITY) for i, x in enumerate(halves.kept) if _is_activation(x, known, joint))
+    inside = [halves.kept[x.place] for x in packed if not x.outside]
+    code = BackwardCode(halves, {x.place: opening(x) for x in packed} | {x.place: opened for x in outside})
+    outputs = [] if recomputes else [made_again(halves, i, y) for i, y in enumerate(halves.outputs)]
+    return LayerPlan(
+        forward=forward_code(halves.forward.graph, inputs, [*halves.outputs, *inner, *halves.sizes], inside),
+        inputs=len(inputs),
+        outputs=joint.outputs,
+        tensors=joint.outputs + len(inner),
+        kept=tuple(_places(halves, known, inner, joint.parameters)),
+        # the layer itself keeps what it is given
+        keepers=("",) * len(halves.kept) if recomputes else tuple(map(module_reading, halves.kept)),
+        outside=outside,
+        packed=packed,
+        made=tuple(made for made in outputs if made is not None),
+        ungraded=joint.ungraded,
+        code=code,
+        order=code.order(joint.parameters),
+        halves=halves,
+        elements=_elements(joint, halves),
+        repeats=repeats,
+        checkpointed=recomputes,
+    )
+
+
+def _is_activation(x: Node, inputs: dict[Node, int], joint: Joint) -> bool:
+    return inputs.get(x, -1) >= joint.parameters and x.meta["val"].is_floating_point()
+
+
+def _places(
+    halves: Halves, inputs: dict[Node, int], inner: Sequence[Node], parameters: int
+) -> Iterator[tuple[int, bool]]:
+    """For each kept tensor its place in (inputs, outputs, what is kept), and whether it is a weight."""
+    for x in halves.kept:
+        if x in inputs:
+            yield inputs[x], inputs[x] < parameters
+        elif x in halves.outputs:
+            # saved as the output that autograd knows
+            yield len(inputs) + halves.outputs.index(x), False
+        else:
+            yield len(inputs) + len(halves.outputs) + inner.index(x), False
+
+
+def _readers(joint: Joint) -> dict[int, int]:
+    """How many nodes of the forward read each activation that is given, but the first one."""
+    forward = of_forward(joint.graph, joint.outputs)
+    inputs = [node for node in joint.graph.nodes if node.op == "placeholder"][: len(joint.inputs)]
+    return {i: sum(user in forward for user in inputs[i].users) for i in range(joint.parameters + 1, len(joint.inputs))}
+
+
+def _apart(halves: Halves, readers: dict[int, int]) -> tuple[int, ...]:
+    """Return the gradients for several readers of an input one by one, and not their sum.
+
+    Other layers read such an input, too (an encoder's states), and autograd adds up all gradients in stock's order.
+    """
+    repeats: list[int] = []
+    for i, count in readers.items():
+        node = halves.grads[i]
+        parts: list[Node] = []
+        while node is not None and count > 1 and node.target is torch.ops.aten.add.Tensor and len(node.users) == 1:
+            node, other = node.args[0], node.args[1]  # type: ignore[assignment]
+            parts.insert(0, other)  # type: ignore[arg-type]
+            count -= 1
+        halves.grads[i] = node
+        halves.grads += parts
+        repeats += [i] * len(parts)
+    return tuple(repeats)
+
+
+def _elements(joint: Joint, halves: Halves) -> int:
+    weights = zip(joint.inputs[: joint.parameters], halves.grads, strict=False)
+    return sum(x.numel() for x, grad in weights if grad is not None)

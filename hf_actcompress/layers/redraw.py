@@ -1,0 +1,70 @@
+"""Random numbers in a graph: a draw is split into the generator's state, which is kept, and the numbers made from it.
+
+Dropout that a layer's own code calls is two ops already (`draws`). This is for draws inside of torch's functions, such
+as dropout in attention, and for noise that a model adds.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, Node
+
+from ..reference import replayed_rng, rng_state
+from .draws import DRAWN
+
+
+def state_before(device: torch.device) -> Tensor:
+    """In a graph: the state of a device's default generator."""
+    return rng_state(device)
+
+
+def drawn_from(state: Tensor, place: torch.device, op: Any, /, *args: Any, **kwargs: Any) -> Any:
+    """In a graph: what a random op gives from a state. In a forward the generator is in this state and goes on."""
+    with replayed_rng(state, place):
+        return op(*args, **kwargs)
+
+
+class Certain:
+    """An op that torch tags as random, in a call in which it draws nothing."""
+
+    def __init__(self, op: Any) -> None:
+        self.op, self.overloadpacket, self._schema = op, op.overloadpacket, op._schema
+        self.__name__, self.__module__ = op.overloadpacket.__name__, __name__
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.op(*args, **kwargs)
+
+    def __str__(self) -> str:
+        return str(self.op)
+
+
+def split_draws(graph: Graph) -> None:
+    """Split each random op of a functional graph in two."""
+    for node in list(graph.nodes):
+        tags = getattr(node.target, "tags", ())
+        if torch.Tag.nondeterministic_seeded not in tags or node.target is DRAWN:
+            continue
+        if _drops_nothing(node):
+            node.target = Certain(node.target)
+            continue
+        value = node.meta["val"]
+        first = value[0] if isinstance(value, (tuple, list)) else value
+        with graph.inserting_before(node):
+            state = graph.call_function(state_before, (first.device,))
+            made = graph.call_function(drawn_from, (state, first.device, node.target, *node.args), node.kwargs)
+        # its size is not known before the draw, and is no matter
+        with first.fake_mode:
+            state.meta["val"] = torch.empty(16, dtype=torch.uint8)
+        made.meta = dict(node.meta)
+        node.replace_all_uses_with(made)
+        graph.erase_node(node)
+
+
+def _drops_nothing(node: Node) -> bool:
+    """Whether it is an attention without dropout, which torch tags as random, too."""
+    names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]
+    given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    return "dropout_p" in names and not given.get("dropout_p")

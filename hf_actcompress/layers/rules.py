@@ -1,0 +1,93 @@
+"""Which nodes of a layer's joint graph are kept: the compiler's policy, and rules for graphs that no compiler fuses."""
+
+from __future__ import annotations
+
+from typing import Any, TypeGuard
+
+import torch
+from torch.fx import Graph, Node
+from torch.utils.checkpoint import CheckpointPolicy
+
+from ..compilation.policy import apply_policy, is_view, make_again, of_forward
+from .draws import DRAWN, DROPPED
+from .redraw import drawn_from, state_before
+from .trace import Joint
+
+aten = torch.ops.aten
+PRODUCTS = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default}
+
+
+def tag(joint: Joint) -> None:
+    """Tag each node of the forward for torch's partitioner: keep it, or compute it again."""
+    graph = joint.graph
+    apply_policy(graph, joint.outputs)
+    forward = of_forward(graph, joint.outputs)
+    weights = _made_of_weights(graph, joint.parameters)
+    for node in graph.nodes:
+        if node in forward:
+            _tag(node, weights)
+    for node in graph.nodes:
+        if node.target in (DRAWN, state_before):
+            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+
+
+def _tag(node: Node, weights: dict[Node, bool]) -> None:
+    if node.target in PRODUCTS and not any(weights[x] for x in node.all_input_nodes):
+        # a product of activations, such as the scores of eager attention
+        make_again(node)
+    elif node.target in (DROPPED, drawn_from) or is_view(node) or _is_depthwise(node):
+        make_again(node)
+    elif node.target is aten.native_layer_norm.default and _is_sum(x := node.args[0]) and _is_narrow(x):
+        # what a norm reads is kept, and not its two summands
+        x.meta["recompute"] = CheckpointPolicy.MUST_SAVE  # type: ignore[union-attr]
+    elif _is_sum(node) and len(node.all_input_nodes) == 2 and all(map(_is_of_product, node.all_input_nodes)):
+        # of a base layer's and an adapter's product the sum is kept, as it is cast
+        _narrowest(node).meta["recompute"] = CheckpointPolicy.MUST_SAVE
+
+
+def _is_depthwise(node: Node) -> bool:
+    """Whether a convolution reads one channel for each that it makes, which costs no more than a few pointwise ops."""
+    return node.target is aten.convolution.default and node.args[1].meta["val"].size(1) == 1  # type: ignore[union-attr]
+
+
+def _is_sum(node: Any) -> TypeGuard[Node]:
+    return isinstance(node, Node) and node.target is aten.add.Tensor
+
+
+def _is_narrow(node: Node) -> bool:
+    """Whether a sum is no wider than its summands. Under autocast one of them has half its width."""
+    return all(_width(x) >= _width(node) for x in node.all_input_nodes)
+
+
+def _made_of_weights(graph: Graph, parameters: int) -> dict[Node, bool]:
+    """Whether each node is made of weights alone, which are the first placeholders."""
+    made: dict[Node, bool] = {}
+    count = 0
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            made[node], count = count < parameters, count + 1
+        else:
+            made[node] = bool(node.all_input_nodes) and all(made[x] for x in node.all_input_nodes)
+    return made
+
+
+def _is_of_product(x: Node) -> bool:
+    """Whether x is a product with a weight, perhaps scaled, cast or seen otherwise."""
+    scaled = {aten._to_copy.default, aten.mul.Tensor}
+    while x.op == "call_function" and (is_view(x) or (x.target in scaled and len(x.all_input_nodes) == 1)):
+        x = x.all_input_nodes[0]
+    return x.op == "call_function" and x.target in PRODUCTS
+
+
+def _narrowest(node: Node) -> Node:
+    """The node, or what it is cast to if nobody else reads it and the cast has fewer bytes."""
+    while len(node.users) == 1:
+        user = next(iter(node.users))
+        if user.target is not aten._to_copy.default or _width(user) >= _width(node):
+            break
+        node = user
+    return node
+
+
+def _width(node: Node) -> int:
+    return int(node.meta["val"].element_size())

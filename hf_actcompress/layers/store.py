@@ -1,0 +1,205 @@
+"""The plans of a model: one per kind of layer and of call, which layers of one kind share."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..compilation import traced_plan
+from ..modules.base import stock_type
+from ..ops.snapshot import Snapshot
+from ..private_apis import without_dispatch_modes, without_saved_tensor_hooks
+from .caches import RecordingCache
+from .checkpointed import Recompute
+from .codec_marks import name_codecs
+from .given import CallArguments, Returned, Unknown
+from .numbers import Number
+from .plan import LayerPlan, make_plan
+from .sizes import Sizes
+from .trace import Joint, NotTraced, first_line, trace, within
+from .trial import try_plan
+
+
+@dataclass
+class Known:
+    """What is known of one kind of call.
+
+    Attributes:
+        plan: The plan; or why there is none.
+        returned: What it returns.
+        sizes: The sizes that it serves; None: those with which it was traced.
+        index: For each update of a cache the index of its layer, or where it is: a module's path and an attribute.
+    """
+
+    plan: LayerPlan | str
+    returned: Returned | None = None
+    index: tuple[tuple[str, str] | int, ...] = ()
+    sizes: Sizes | None = None
+
+
+@dataclass
+class Kind:
+    """One kind of layer.
+
+    Attributes:
+        branched: The integers, by module and name, that differ between layers and that the code looked at.
+    """
+
+    branched: set[tuple[str, str]] = field(default_factory=set)
+    # by the values of the integers that the code looked at, or that its layers share: what is known of each call
+    known: dict[Hashable, dict[Hashable, Any]] = field(default_factory=dict)
+
+
+class TraceSetting(NamedTuple):
+    """How a call is traced.
+
+    Args:
+        autocast: The dtype of autocast; None without it.
+        again: What backward computes again.
+        dynamic: Whether the graph is for any sizes.
+    """
+
+    autocast: torch.dtype | None
+    again: Recompute
+    dynamic: bool
+
+
+# the first part of the place of an integer that is an argument of the call; the second is its number
+ARGUMENT = "="
+
+
+class Store:
+    """The plans of a model's layers. A copy or a pickle of a model begins without plans."""
+
+    def __init__(self) -> None:
+        self._kinds: dict[Hashable, Kind] = {}
+        # for each kind, the integers of its layers
+        self._numbers: dict[Hashable, dict[tuple[str, str], set[int]]] = {}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Store:
+        twin: Store = memo.setdefault(id(self), Store())
+        return twin
+
+    def __reduce__(self) -> Any:
+        return Store, ()
+
+    def note(self, base: Hashable, numbers: dict[tuple[str, str], int]) -> None:
+        """Note a layer of a kind, so that it is known which of its integers differ from those of its siblings."""
+        of = self._numbers.setdefault(base, {})
+        for place, number in numbers.items():
+            of.setdefault(place, set()).add(number)
+
+    def differing(self, base: Hashable, numbers: dict[tuple[str, str], int]) -> set[tuple[str, str]]:
+        """The integers that layers of this kind do not share."""
+        self.note(base, numbers)
+        return {place for place, values in self._numbers[base].items() if len(values) > 1}
+
+    def kind(self, base: Hashable, numbers: dict[tuple[str, str], int]) -> tuple[Kind, dict[Hashable, Any]]:
+        """The kind of a layer, and what is known of the calls of such layers with its integers."""
+        kind = self._kinds.setdefault(base, Kind())
+        differing = self.differing(base, numbers) - kind.branched
+        key = tuple(sorted((place, n) for place, n in numbers.items() if place not in differing))
+        return kind, kind.known.setdefault(key, {})
+
+
+def learn(
+    layer: nn.Module, given: CallArguments, setting: TraceSetting, numbers: set[tuple[str, str]]
+) -> tuple[Known, set[tuple[str, str]]]:
+    """Trace a call of a layer and make its plan. Also returns those of `numbers` that its code looked at.
+
+    `numbers` are the places of integers: attributes by module and name, and arguments.
+    """
+    # what watches the training, such as a counter of operations, sees nothing of it
+    with without_dispatch_modes(), without_saved_tensor_hooks():
+        try:
+            return _learn(layer, given, setting, numbers)
+        except (NotTraced, Unknown) as reason:
+            if not numbers:
+                return Known(str(reason)), set()
+        # an integer that is no plain one may be the reason
+        try:
+            known, _ = _learn(layer, given, setting, set())
+        except (NotTraced, Unknown) as reason:
+            known = Known(str(reason))
+        return known, numbers
+
+
+def _learn(
+    layer: nn.Module, given: CallArguments, setting: TraceSetting, numbers: set[tuple[str, str]]
+) -> tuple[Known, set[tuple[str, str]]]:
+    snapshot = Snapshot(layer, _code, buffers=True)
+    name_codecs(snapshot, layer)
+    names = {module: name for name, module in layer.named_modules()}
+    snapshot.around(lambda module, forward: within(names[module], forward))
+    noted = _with_numbers(snapshot, layer, {place for place in numbers if place[0] != ARGUMENT})
+    integers = [Number(n) if (ARGUMENT, str(i)) in numbers else n for i, n in enumerate(given.integers)]
+    noted.update({(ARGUMENT, str(i)): n for i, n in enumerate(integers) if isinstance(n, Number)})
+    weights = len(snapshot.tensors)
+    device = given.tensors[0].device.type
+    returned: list[Returned] = []
+    updates: list[tuple[Any, ...]] = []
+
+    def call(inputs: list[Any]) -> list[Tensor]:
+        caches = [RecordingCache() for _ in given.caches]
+        tensors = inputs[weights:]
+        args, kwargs = given.with_others(tensors, caches, integers)
+        with torch.autocast(device, setting.autocast, enabled=setting.autocast is not None, cache_enabled=False):
+            value = snapshot.run(inputs[:weights], *args, **kwargs)
+        found = Returned(value, [*tensors, *caches, *integers])
+        returned[:] = [found]
+        updates[:] = [update for cache in caches for update in cache.updates]
+        return [*found.tensors, *(x for keys, values, _ in updates for x in (keys, values))]
+
+    joint = trace(call, [*snapshot.tensors, *given.tensors], weights, setting.dynamic, _held(layer))
+    returned[0].forget()
+    index = tuple(_place(place, noted) for _, _, place in updates)
+    sizes = Sizes(joint) if setting.dynamic else None
+    plan = _made(joint, setting.again)
+    return Known(plan, returned[0], index, sizes), {place for place, number in noted.items() if number.used}
+
+
+def _made(joint: Joint, again: Recompute) -> LayerPlan:
+    """The plan of a joint graph, tried once. Whatever goes wrong: the layer runs module by module."""
+    try:
+        plan = make_plan(joint, again)
+        with traced_plan():
+            try_plan(plan, joint)
+    except NotTraced:
+        raise
+    except Exception as error:
+        raise NotTraced(f"its graph cannot be run ({first_line(error)})") from error
+    return plan
+
+
+def _with_numbers(snapshot: Snapshot, layer: nn.Module, places: set[tuple[str, str]]) -> dict[tuple[str, str], Number]:
+    """Put numbers that note who looks at them in the place of integers."""
+    modules = dict(layer.named_modules(remove_duplicate=False))
+    noted = {(path, name): Number(vars(modules[path])[name]) for path, name in places}
+    for (path, name), number in noted.items():
+        snapshot.replace(modules[path], name, number)
+    return noted
+
+
+def _code(module: Any) -> Any:
+    """The stock forward of a copy of a layer."""
+    return partial(stock_type(module).forward, module)
+
+
+def _held(layer: nn.Module) -> set[int]:
+    """The storages of tensors that modules hold as plain attributes, which a graph must not hold."""
+    values = (value for module in layer.modules() for value in vars(module).values())
+    return {value.untyped_storage()._cdata for value in values if isinstance(value, Tensor)}
+
+
+def _place(index: Any, noted: dict[tuple[str, str], Number]) -> tuple[str, str] | int:
+    for place, number in noted.items():
+        if number is index:
+            return place
+    if type(index) is not int:
+        raise NotTraced("its cache is asked for a layer without an index")
+    return index

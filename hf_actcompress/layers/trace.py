@@ -1,0 +1,207 @@
+"""The joint graph of a module's call: its forward and autograd's own backward of it, traced once on fake tensors.
+
+Nothing in the module's code is recognised by a name. Patched modules inside run their stock code and mark the tensors
+that they keep (`compilation/marks.py`), as they do for a compiler.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.func import functionalize
+from torch.fx import Graph, GraphModule, Interpreter, Node, traceback
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+
+from ..compilation import is_traced, traced_plan
+from ..ops.autocast import autocast_off
+from ..private_apis import FakeTensorMode
+from ..private_apis.graphs import without_logs_of_fakes
+from .draws import Dropouts
+from .redraw import split_draws
+
+aten = torch.ops.aten
+# nodes that are the same tensor as their input
+_SAME = {aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default}
+# the name of an annotation: the module whose forward runs
+_MODULE = "actcompress_module"
+# what a layer is given and returns, as a flat list of tensors
+Call = Callable[[list[Any]], list[Tensor]]
+
+
+# the layer runs module by module then, and the report says why
+without_logs_of_fakes(lambda: not is_traced())
+
+
+class NotTraced(Exception):
+    """Why a call has no graph."""
+
+
+@dataclass
+class Joint:
+    """A joint graph.
+
+    Attributes:
+        module: Its placeholders are the inputs, then the gradients of the outputs ("tangents"). It returns the outputs,
+            then the gradients of the inputs, with None for those that get none.
+        inputs: The inputs that it was traced with, without data.
+        tangents: The same for the gradients of the outputs.
+        mode: The mode that made them.
+        parameters: How many of the first inputs are weights.
+        ungraded: The outputs that have no gradient, by place.
+    """
+
+    module: GraphModule
+    inputs: list[Tensor]
+    tangents: list[Tensor]
+    mode: FakeTensorMode
+    parameters: int
+    ungraded: tuple[int, ...]
+
+    @property
+    def outputs(self) -> int:
+        """How many outputs the forward has."""
+        return len(self.tangents)
+
+    @property
+    def graph(self) -> Graph:
+        """The graph of the module."""
+        return self.module.graph
+
+
+def trace(call: Call, inputs: Sequence[Tensor], parameters: int, dynamic: bool, held: AbstractSet[int]) -> Joint:
+    """Trace a call.
+
+    Args:
+        call: Takes tensors without data in the place of `inputs`, and returns all tensors that the module returns.
+        inputs: The weights and what is given. Only their shapes, dtypes, devices and wishes for a gradient are read.
+        parameters: How many of them, the first ones, are weights, whose sizes never change.
+        dynamic: Whether the graph is for any sizes of the others, up to guards in `mode.shape_env`.
+        held: The storages of tensors that modules hold as plain attributes.
+
+    Raises:
+        NotTraced: The code reads data, or does what torch cannot trace.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv() if dynamic else None)
+    mode.cache_enabled = not dynamic
+    fake = [_fake(mode, x, dynamic and i >= parameters) for i, x in enumerate(inputs)]
+    joint = _Joint(call, [x.requires_grad for x in inputs])
+    try:
+        # the call itself says under which autocast it runs; its backward runs without
+        with mode, traced_plan(), autocast_off(inputs[-1].device.type), traceback.preserve_node_meta():
+            joint.shapes(fake)
+            module = make_fx(joint, _allow_non_fake_inputs=True)(fake, joint.tangents)
+            if any(map(is_written, module.graph.nodes)):
+                module = make_fx(_functional(module), _allow_non_fake_inputs=True)(fake, joint.tangents)
+    except Exception as error:
+        raise NotTraced(f"it cannot be traced ({first_line(error)})") from error
+    _name_placeholders(module.graph, len(fake))
+    _note_modules(module.graph)
+    _without_copies(module.graph)
+    split_draws(module.graph)
+    _refuse(module, held)
+    return Joint(module, fake, joint.tangents, mode, parameters, tuple(joint.ungraded))
+
+
+class _Joint:
+    """The function that is traced: (inputs, gradients of outputs) -> (outputs, gradients of inputs)."""
+
+    def __init__(self, call: Call, needed: list[bool]) -> None:
+        self._call, self._needed = call, needed
+        self.tangents: list[Tensor] = []
+        self.ungraded: list[int] = []
+
+    def shapes(self, fake: Sequence[Tensor]) -> None:
+        """Run the forward once, to see what it returns."""
+        for i, y in enumerate(self._outputs(fake)[1]):
+            if not y.requires_grad:
+                self.ungraded.append(i)
+            self.tangents.append(torch.empty(y.shape, dtype=y.dtype, device=y.device))
+
+    def _outputs(self, inputs: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        given = [x.detach().requires_grad_(needed) for x, needed in zip(inputs, self._needed, strict=True)]
+        with torch.enable_grad(), Dropouts():
+            return given, self._call(given)
+
+    def __call__(self, inputs: list[Tensor], tangents: list[Tensor]) -> list[Any]:
+        given, outputs = self._outputs(inputs)
+        pairs = [(y, dy) for y, dy in zip(outputs, tangents, strict=True) if y.requires_grad]
+        if not pairs:
+            raise NotTraced("nothing that it returns has a gradient")
+        wanted = [x for x in given if x.requires_grad]
+        found = torch.autograd.grad([y for y, _ in pairs], wanted, [dy for _, dy in pairs], allow_unused=True)
+        grads = iter(found)
+        return [*(y.detach() for y in outputs), *(next(grads) if x.requires_grad else None for x in given)]
+
+
+def _functional(module: GraphModule) -> Callable[..., Any]:
+    """The graph without ops that write in place, as far as they write on its own tensors."""
+    # interpreted node by node, each node keeps its module
+    function = functionalize(Interpreter(module).run, remove="mutations")
+    return lambda inputs, tangents: function(*inputs, *tangents)
+
+
+def _fake(mode: FakeTensorMode, x: Tensor, dynamic: bool) -> Tensor:
+    kind = DimDynamic.DYNAMIC if dynamic else DimDynamic.STATIC
+    context: Any = StatelessSymbolicContext(dynamic_sizes=[kind] * x.dim()) if mode.shape_env is not None else None
+    return mode.from_tensor(x.detach(), symbolic_context=context)
+
+
+def within(module: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+    """A forward whose nodes are noted as those of the module of that name."""
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        with traceback.annotate({_MODULE: module}):
+            return forward(*args, **kwargs)
+
+    return noted
+
+
+def _note_modules(graph: Graph) -> None:
+    for node in graph.nodes:
+        name = (node.meta.pop("custom", None) or {}).get(_MODULE)
+        if name is not None:
+            # as a compiler notes it
+            node.meta["nn_module_stack"] = {name: name}
+
+
+def _name_placeholders(graph: Graph, inputs: int) -> None:
+    """Name them as torch's partitioner asks for."""
+    for i, node in enumerate([node for node in graph.nodes if node.op == "placeholder"]):
+        node.target = f"primals_{i + 1}" if i < inputs else f"tangents_{i - inputs + 1}"
+        node.name = node.target
+
+
+def _without_copies(graph: Graph) -> None:
+    for node in list(graph.nodes):
+        if node.target in _SAME:
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+
+
+def _refuse(module: GraphModule, held: AbstractSet[int]) -> None:
+    """Raise NotTraced if the graph holds a tensor of the module, or writes into what it is given."""
+    for node in module.graph.nodes:
+        if node.op == "get_attr" and node.users:
+            value = getattr(module, str(node.target))
+            if isinstance(value, Tensor) and value.untyped_storage()._cdata in held:
+                raise NotTraced("its code reads a tensor that is none of its parameters, buffers or arguments")
+        if is_written(node):
+            raise NotTraced(f"its code writes in place ({node.target})")
+
+
+def is_written(node: Node) -> bool:
+    """Whether a node writes into one of its inputs."""
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and bool(schema.is_mutable)
+
+
+def first_line(error: Exception) -> str:
+    """The kind of an error and the first line of what it says."""
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0] if text else ''}"

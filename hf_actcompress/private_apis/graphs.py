@@ -1,0 +1,66 @@
+"""Graphs that we trace ourselves: how torch divides them, and what its ops are called by."""
+
+from __future__ import annotations
+
+import logging
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import GraphModule
+
+from . import min_cut_partition
+
+_BUILT_IN = (types.BuiltinFunctionType, type(Tensor.view))
+
+
+def divided(joint: GraphModule, inputs: Any, mode: FakeTensorMode, outputs: int) -> tuple[GraphModule, GraphModule]:
+    """Torch's partition of a joint graph that `make_fx` has traced in that mode."""
+    from torch._functorch import config
+    from torch._guards import TracingContext, tracing
+
+    with config.patch(cse=False), tracing(TracingContext(mode)):
+        return min_cut_partition(joint, inputs, num_fwd_outputs=outputs)
+
+
+@cache
+def binding(target: Any) -> Any:
+    """What costs the host less than an op's overload and does the same: torch's own binding of the op, if it has one.
+
+    A list with gaps as an argument is taken by the overload alone.
+    """
+    if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
+        return target
+    if any(str(argument.type) == "List[Optional[Tensor]]" for argument in target._schema.arguments):
+        return target
+    name = target._schema.name.partition("::")[2]
+    for place in (torch, Tensor, torch._C._nn):
+        found = getattr(place, name, None)
+        if isinstance(found, _BUILT_IN):
+            return found
+    return target
+
+
+def without_logs_of_fakes(wanted: Callable[[], bool]) -> None:
+    """Keep torch from logging ops that have no meta kernel, unless they are `wanted`."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    log.addFilter(lambda record: wanted())
+
+
+@contextmanager
+def tracing_for_compiler() -> Iterator[None]:
+    """Inside, `torch.compiler.is_compiling()` holds and sizes may be any: for code that a backend traces itself."""
+    from torch._dispatch.python import enable_python_dispatcher
+
+    before = torch.compiler._is_compiling_flag
+    torch.compiler._is_compiling_flag = True
+    try:
+        with enable_python_dispatcher():
+            yield
+    finally:
+        torch.compiler._is_compiling_flag = before
