@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..dispatch import implementation
 from ..records import applied
 from ..reference.logits_chunks import KEPT_BYTES
-from ._linear import LinearFunction, keep_operands
+from ._linear import LinearFunction, keep_operands, product
 from ._linear_cross_entropy import linear_cross_entropy
 from .autocast import autocast_dtype
 from .deferred_logits import DeferredLogits
@@ -39,7 +38,7 @@ class LinearSource(LogitsSource):
         hidden, weight = self.hidden.detach().to(self.dtype), self.weight.detach().to(self.dtype)
         bias = self.bias.detach().to(self.dtype) if self.bias is not None else None
         with torch.autocast(hidden.device.type, enabled=False):
-            return implementation("linear_fwd", hidden)(hidden, weight, bias, False)  # type: ignore[no-any-return]
+            return product(hidden, weight, bias, False, trained=self.weight.requires_grad)
 
     def function(self, func: Any) -> Callable[..., Any] | None:
         return _cross_entropy if func is F.cross_entropy else None

@@ -29,7 +29,7 @@ class LinearFunction(torch.autograd.Function):
         if autocast_dtype(x) is not None:
             # without autocast nothing is cast: mixed dtypes are an error, as in stock
             x, weight, bias = x.to(dtype), weight.to(dtype), bias.to(dtype) if bias is not None else None
-        return no_view(implementation("linear_fwd", x)(x, weight, bias, transposed))
+        return no_view(product(x, weight, bias, transposed, trained=ctx.needs_input_grad[1]))
 
     @staticmethod
     @once_differentiable
@@ -61,6 +61,19 @@ class UnreadLinearFunction(LinearFunction):
     ) -> Tensor:  # x [..., I], weight [O, I] or [I, O], bias [O]
         dtype = keep_operands(ctx, x, weight, bias, transposed, codec, derive)
         return x.new_zeros((*x.shape[:-1], weight.shape[1 if transposed else 0]), dtype=dtype)
+
+
+def product(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool, *, trained: bool) -> Tensor:
+    """x W^T + b with stock's bits, in a forward that records nothing.
+
+    Torch asks whether the weight wants a gradient (`trained`): without a bias, it then multiplies all rows of x at
+    once, and otherwise each [T, I] of a batch whose rows have gaps between them.
+    """
+    forward = implementation("linear_fwd", x)
+    if not trained or bias is not None or transposed or x.dim() < 3 or x.is_contiguous():
+        return forward(x, weight, bias, transposed)  # type: ignore[no-any-return]
+    y = forward(x.flatten(0, -2), weight, None, False)
+    return y.view(*x.shape[:-1], y.size(-1))  # type: ignore[no-any-return]
 
 
 def keep_operands(

@@ -24,6 +24,21 @@ def test_linear_of_any_shape(batch, rows, width, out, bias, dtype):
     assert_equal_bits(gradients(ops.linear, inputs), gradients(torch.nn.functional.linear, inputs))
 
 
+@pytest.mark.parametrize("trained", [False, True], ids=["frozen", "trained"])
+@pytest.mark.parametrize("name", ["linear", "deferred_linear"])
+def test_products_of_rows_with_gaps_are_stocks(name: str, trained: bool) -> None:
+    """Torch multiplies other shapes if the weight wants a gradient, with other roundings in fp16."""
+
+    def ours(x: Tensor, weight: Tensor) -> Tensor:
+        return getattr(ops, name)(x, weight) + 0
+
+    for _ in range(20):
+        # Mamba hands its channels over like this
+        x, weight = torch.randn(3, 64, 13).transpose(1, 2).requires_grad_(), torch.randn(32, 64, requires_grad=trained)
+        with torch.autocast("cpu", torch.float16):
+            assert torch.equal(ours(x, weight), torch.nn.functional.linear(x, weight))
+
+
 @few
 @given(lead=st.lists(st.integers(1, 5), max_size=3), width=sizes, eps=st.sampled_from((1e-12, 1e-5, 1e-1)))
 def test_norms_of_any_shape(lead, width, eps):
