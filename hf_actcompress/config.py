@@ -114,8 +114,10 @@ class CompressionConfig(ConfigFile):
             proved right on a small layer of its kind. LoRA, autocast, dropout, frozen weights, empty caches, and codecs
             that round to nearest are supported. Other layers (the report says why), and calls that are not ordinary
             ones (hooks inside, a filled cache, adapters switched off), run module by module, as all do with False.
-        engine: What runs layers while `programs` is on: "programs", or "plans": straight-line code that is derived from
-            the layer's own joint graph of forward and backward. The second is to replace the first.
+        engine: What runs layers while `programs` is on. "programs": as said there, and other layers module by module.
+            "plans": code that is derived from the joint graph of a layer's forward and backward, for transformers'
+            layers and for the blocks of any list of blocks (diffusion transformers, `torch.nn.TransformerEncoder`).
+            "auto": a program where there is one, and a plan for the other layers and blocks.
         tokens: The share of each sequence's tokens that get gradients, above 0 and up to 1 (TokenTune, arXiv
             2501.18824). The loss is that of all tokens. In every layer the hidden states of the other tokens are
             constants: nothing is kept of them but their keys and values, and backward computes nothing for them; a
@@ -157,7 +159,7 @@ class CompressionConfig(ConfigFile):
     selective: bool = True
     tiled_mlp: int | str = "checkpointed"
     programs: bool = True
-    engine: str = "programs"
+    engine: str = "auto"
     tokens: float = 1.0
     token_choice: Any = "random"
 

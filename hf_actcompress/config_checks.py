@@ -39,7 +39,7 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "norm_variant": ("input", "output"),
     "attention_variant": ("statistics", "recomputed", "tempo"),
     "checkpoint_attention": ("recomputed", "kept"),
-    "engine": ("programs", "plans"),
+    "engine": ("auto", "programs", "plans"),
 }  # fmt: skip
 
 

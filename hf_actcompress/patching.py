@@ -124,7 +124,10 @@ def patch_new_modules(model: nn.Module, config: CompressionConfig, prefix: str, 
         generators: The generators of the stochastic codecs.
     """
     _patch_leaves(model, config, prefix, generators)
-    _install_programs(model, config)
+    if config.engine != "plans":
+        _install_programs(model, config)
+    if wants_plans(config):
+        _install_plans(model)
     _patch_code(model, config, prefix, generators)
 
 
@@ -145,9 +148,6 @@ def _patch_leaves(model: nn.Module, config: CompressionConfig, prefix: str, gene
 
 def _install_programs(model: nn.Module, config: CompressionConfig) -> None:
     """Let layers with a proved program run as programs. Their modules stay patched for other calls."""
-    if wants_plans(config):
-        _install_plans(model)
-        return
     for layer in list(model.modules()):
         settings = settings_of(layer)
         if isinstance(settings, LayerSettings) and is_outdated(layer):
@@ -167,7 +167,7 @@ def _install_programs(model: nn.Module, config: CompressionConfig) -> None:
 
 
 def _install_plans(model: nn.Module) -> None:
-    """Let layers run by plans, which they make at their first calls."""
+    """Let the other layers and blocks run by plans, which they make at their first calls."""
     store = Store()
     for layer in units_of(model):
         settings = settings_of(layer)

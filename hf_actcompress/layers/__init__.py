@@ -27,8 +27,8 @@ __all__ = ["PlannedLayer", "Store", "find_plans", "show", "units_of", "wants_pla
 
 
 def wants_plans(config: CompressionConfig) -> bool:
-    """Whether a config wants layers to run by plans."""
-    return config.engine == "plans" and config.programs and not config.always_in_tiles
+    """Whether a config wants plans, if only for layers without a program."""
+    return config.engine != "programs" and config.programs and not config.always_in_tiles
 
 
 def find_plans(layer: nn.Module, store: Store, kept: CheckpointSettings | None = None) -> Site:

@@ -59,8 +59,10 @@ def _width(module: nn.Module) -> int:
 
 
 def _base_layer(module: Any) -> nn.Module:
-    """The layer inside of PEFT's adapters."""
-    base: nn.Module = module.__dict__.get("_modules", {}).get("base_layer", module)
+    """The layer inside of PEFT's adapters, which may be around one another (`PeftMixedModel`)."""
+    base: nn.Module = module
+    while (inner := base.__dict__.get("_modules", {}).get("base_layer")) is not None:
+        base = inner
     return base
 
 
