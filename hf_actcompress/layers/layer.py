@@ -36,6 +36,8 @@ from .store import ARGUMENT, Kind, Known, Store, TraceSetting, learn
 _WEIGHTS = frozenset({nn.Parameter, Tensor, nn.Buffer, FakeTensor})
 # how many states of a layer (training, evaluation, adapters) are remembered
 _STATES = 8
+# after how many calls of one form without a plan no further sizes are tried
+_TRIES = 2
 # the roles whose ops have variants with another backward than stock's
 _VARIANTS = (Role.NORM, Role.ACTIVATION, Role.LINEAR, Role.CONV2D)
 
@@ -185,6 +187,9 @@ class PlannedLayer:
         for known in others:
             if known.sizes is not None and known.sizes.allow(given.tensors):
                 return known
+        failed = [known for known in others if isinstance(known.plan, str)]
+        if len(failed) >= _TRIES:
+            return failed[-1]
         differing = self.store.differing(state.base, state.integers) - state.kind.branched
         seen = state.looked_at(given)
         arguments = {(ARGUMENT, str(i)) for i in range(len(given.integers)) if i not in seen}

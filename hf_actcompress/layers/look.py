@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from ..modules.base import HOOKS, Settings, are_wanted, stock_type
 from ..private_apis import as_in_first_run, hooks_on_every_module
 from ..records import current
+from ..roles import Role
 
 # what a module runs in place of its class's forward or call: `nn.Module.compile` sets the second, and so do reports
 _INSTEAD = ("forward", "_compiled_call_impl")
@@ -30,6 +31,10 @@ _OWN = frozenset({"actcompress_proved", "_gradient_checkpointing_func", *_INSTEA
 _Place = tuple[dict[str, Any], str, Any]
 
 
+class _Plain:
+    """A class whose objects have attributes and nothing else."""
+
+
 class LayerLook:
     """A layer as it is now."""
 
@@ -40,7 +45,11 @@ class LayerLook:
             found += [(module._modules, name, child) for name, child in module._modules.items()]
             # what stands in the place of the class's forward or call
             found += [(vars(module), name, vars(module).get(name)) for name in _INSTEAD if module is not layer]
-            found += [(vars(module), name, _copied(value)) for name, value in _attributes(module, module is layer)]
+            attributes = list(_attributes(module))
+            found += [(vars(module), name, _copied(value)) for name, value in attributes]
+            for _, held in attributes:
+                if _has_attributes(held):
+                    found += [(vars(held), name, _copied(value)) for name, value in vars(held).items()]
         for config in _configs(modules):
             found += [(vars(config), name, value) for name, value in vars(config).items() if type(value) in _PLAIN]
         kinds = dict.fromkeys(map(stock_type, modules))
@@ -67,13 +76,20 @@ def _hooked(hooks: list[dict[int, Any]]) -> bool:
     return hooks_on_every_module() or (any(hooks) and any(map(are_wanted, hooks)))
 
 
-def _attributes(module: nn.Module, is_layer: bool) -> Iterator[tuple[str, Any]]:
+def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
     """The module's own attributes, without hooks, weights and children."""
     for name, value in vars(module).items():
-        # the layer's own settings hold its plans
-        skipped = name in _OF_MODULES or name in _OWN or (is_layer and name == "actcompress")
+        # the settings of a layer, or of one inside of it, hold its plans
+        skipped = name in _OF_MODULES or name in _OWN or (isinstance(value, Settings) and value.role == Role.LAYER)
         if not skipped and not isinstance(value, (Tensor, nn.Module)):
             yield name, value
+
+
+def _has_attributes(value: Any) -> bool:
+    """Whether its attributes are all that there is of it, as of the processors of diffusers' attention."""
+    kind = type(value)
+    plain = kind.__eq__ is object.__eq__ and kind.__basicsize__ == _Plain.__basicsize__
+    return plain and hasattr(value, "__dict__") and not isinstance(value, nn.Module)
 
 
 def _copied(value: Any) -> Any:
@@ -122,7 +138,7 @@ def kind_of(layer: nn.Module) -> tuple[Hashable, dict[tuple[str, str], int]]:
         found += [(name, Same(value)) for _, name, value in _called(kind)]
     for path, module in layer.named_modules(remove_duplicate=False):
         found.append((path, stock_type(module) if module is layer else type(module), Same(stock_type(module).forward)))
-        for name, value in _attributes(module, module is layer):
+        for name, value in _attributes(module):
             if type(value) is int:
                 numbers[path, name] = value
             else:
@@ -144,8 +160,15 @@ def _described(value: Any) -> Hashable:
         return type(value), tuple(map(_described, value))
     if type(value) in (set, frozenset):
         return "set", frozenset(map(_described, value))
+    if _has_attributes(value):
+        return type(value), tuple((name, _only_plain(item)) for name, item in vars(value).items())
     # layers of one kind have equal settings, and an object for each
     return value if isinstance(value, Settings) and _is_hashable(value) else Same(value)
+
+
+def _only_plain(value: Any) -> Hashable:
+    """`_described` without a look into objects, which may hold one another."""
+    return _described(value) if type(value) in _PLAIN else Same(value)
 
 
 def _is_hashable(settings: Settings) -> bool:

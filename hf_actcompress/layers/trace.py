@@ -17,6 +17,7 @@ from torch.func import functionalize
 from torch.fx import Graph, GraphModule, Interpreter, Node, traceback
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+from torch.overrides import TorchFunctionMode
 
 from ..compilation import is_traced, traced_plan
 from ..ops.autocast import autocast_off
@@ -30,6 +31,8 @@ aten = torch.ops.aten
 _SAME = {aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default}
 # the name of an annotation: the module whose forward runs
 _MODULE = "actcompress_module"
+# calls of torch in a forward; a layer with more is a loop over tokens or a block of blocks, and its trace takes long
+MOST_CALLS = 512
 # what a layer is given and returns, as a flat list of tensors
 Call = Callable[[list[Any]], list[Tensor]]
 
@@ -98,6 +101,8 @@ def trace(call: Call, inputs: Sequence[Tensor], parameters: int, dynamic: bool, 
             module = make_fx(joint, _allow_non_fake_inputs=True)(fake, joint.tangents)
             if any(map(is_written, module.graph.nodes)):
                 module = make_fx(_functional(module), _allow_non_fake_inputs=True)(fake, joint.tangents)
+    except NotTraced:
+        raise
     except Exception as error:
         raise NotTraced(f"it cannot be traced ({first_line(error)})") from error
     _name_placeholders(module.graph, len(fake))
@@ -118,7 +123,9 @@ class _Joint:
 
     def shapes(self, fake: Sequence[Tensor]) -> None:
         """Run the forward once, to see what it returns."""
-        for i, y in enumerate(self._outputs(fake)[1]):
+        with _Few():
+            outputs = self._outputs(fake)[1]
+        for i, y in enumerate(outputs):
             if not y.requires_grad:
                 self.ungraded.append(i)
             self.tangents.append(torch.empty(y.shape, dtype=y.dtype, device=y.device))
@@ -137,6 +144,21 @@ class _Joint:
         found = torch.autograd.grad([y for y, _ in pairs], wanted, [dy for _, dy in pairs], allow_unused=True)
         grads = iter(found)
         return [*(y.detach() for y in outputs), *(next(grads) if x.requires_grad else None for x in given)]
+
+
+class _Few(TorchFunctionMode):
+    """Raises NotTraced in a forward of more than `MOST_CALLS` calls. (An error in a dispatch mode may end the process.)"""
+
+    count = 0
+
+    def __torch_function__(
+        self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        # what reads an attribute of a tensor is no call
+        self.count += getattr(function, "__name__", "") != "__get__"
+        if self.count > MOST_CALLS:
+            raise NotTraced(f"it makes more than {MOST_CALLS} calls of torch")
+        return function(*args, **(kwargs or {}))
 
 
 def _functional(module: GraphModule) -> Callable[..., Any]:

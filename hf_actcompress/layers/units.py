@@ -2,30 +2,51 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator
+
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from ..modules.base import settings_of
+from ..modules.base import settings_of, stock_type
 
 
 def units_of(model: nn.Module) -> list[nn.Module]:
-    """The layers that transformers may checkpoint, and the outermost blocks in lists of blocks without such layers."""
+    """The layers that transformers may checkpoint, and the blocks in lists of blocks without such layers.
+
+    A block may be inside of another one. The outer one's plan runs both; the inner one has a plan of its own for calls
+    for which the outer one has none.
+    """
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     known = {id(part) for layer in layers for part in layer.modules()}
     for blocks in model.modules():
-        if not isinstance(blocks, nn.ModuleList) or id(blocks) in known:
-            continue
-        for block in blocks:
-            if id(block) not in known and _is_block(block):
-                layers.append(block)
-                known.update(map(id, block.modules()))
+        if id(blocks) not in known:
+            layers += _unique((block for block in _blocks(blocks) if _is_block(block)), known)
     return layers
+
+
+def _unique(blocks: Iterator[nn.Module], known: set[int]) -> Iterator[nn.Module]:
+    for block in blocks:
+        if id(block) not in known:
+            known.add(id(block))
+            yield block
+
+
+def _blocks(stack: nn.Module) -> list[nn.Module]:
+    """The modules of a ModuleList, or those of a Sequential of which there are several of one class."""
+    found = list(stack.children())
+    if isinstance(stack, nn.ModuleList):
+        return found
+    if not isinstance(stack, nn.Sequential):
+        return []
+    counts = Counter(map(stock_type, found))
+    return [block for block in found if counts[stock_type(block)] > 1]
 
 
 def _is_block(module: nn.Module) -> bool:
     """Whether a module may be a block: it has children that compute, and no model or layer inside."""
     parts = list(module.modules())
-    if len(parts) == 1 or settings_of(module) is not None or isinstance(module, nn.ModuleList):
+    if len(parts) == 1 or settings_of(module) is not None or isinstance(module, (nn.ModuleList, nn.Sequential)):
         return False
     return not any(isinstance(part, (GradientCheckpointingLayer, PreTrainedModel)) for part in parts)

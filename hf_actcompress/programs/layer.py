@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .. import compilation
 from ..models.arguments import cache_in
 from ..modules.base import ModuleMixin, Settings, has_hooks, is_sharded, recording
 from ..modules.checkpoint import (
@@ -76,7 +77,8 @@ class ProgramLayerMixin(ModuleMixin):
         if not isinstance(self, ProgramLayerMixin):
             return forward_after_unpatching(self, *args, **kwargs)
         settings = self.actcompress
-        if settings is not None and not torch.compiler.is_compiling():
+        # in the graph of a module around it, a layer is a part of that graph
+        if settings is not None and not compilation.is_traced():
             found = None if _in_tiles(self, args) and is_checkpointed() else settings.programs.run(self, args, kwargs)
             if found is not None:
                 return found[0]
