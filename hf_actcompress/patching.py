@@ -175,9 +175,10 @@ def _install_plans(model: nn.Module) -> None:
         if settings is not None and (kept is None or kept.role != Role.CHECKPOINT_INPUT):
             continue
         found = find_plans(layer, store, kept)
-        if kept is not None:
-            unpatch_instance(layer)
-        patch_instance(layer, found.mixin, found.settings)
+        if found is not None:
+            if kept is not None:
+                unpatch_instance(layer)
+            patch_instance(layer, found.mixin, found.settings)
 
 
 def _patch_code(model: nn.Module, config: CompressionConfig, prefix: str, generators: Generators) -> None:

@@ -17,7 +17,7 @@ from ..modules.checkpoint import CHECKPOINT_FUNCTION, CheckpointSettings
 from ..programs import LayerSettings
 from ..programs.layer import ProgramLayerMixin
 from ..roles import Role
-from .layer import PlannedLayer
+from .layer import PlannedLayer, why_not
 from .look import kind_of
 from .showing import show
 from .store import Store
@@ -31,14 +31,16 @@ def wants_plans(config: CompressionConfig) -> bool:
     return config.engine != "programs" and config.programs and not config.always_in_tiles
 
 
-def find_plans(layer: nn.Module, store: Store, kept: CheckpointSettings | None = None) -> Site:
-    """The site of a layer that runs by plans.
+def find_plans(layer: nn.Module, store: Store, kept: CheckpointSettings | None = None) -> Site | None:
+    """The site of a layer that runs by plans; None if its modules keep what no plan keeps.
 
     Args:
         layer: A layer whose leaves are patched, one of `units_of` its model.
         store: The plans of the model.
         kept: What the layer keeps where it is checkpointed; None: its input as it is.
     """
+    if why_not(layer):
+        return None
     store.note(*kind_of(layer))
     function = layer.__dict__.get(CHECKPOINT_FUNCTION)
     settings = LayerSettings(Role.LAYER, "plan", programs=PlannedLayer(store), kept=kept, function=function)

@@ -105,6 +105,8 @@ class BackwardCode:
                 copied.update({old: other for old, new in copied.items() if new is node})
         graph.owning_module = self._halves.backward
         grads = [None if x is None else copied[x] for x in self._halves.grads]
+        # a gradient that is read on the way stays until it is returned
+        graph.output(tuple(grads))
         return graph, grads, zero, places
 
 

@@ -160,7 +160,7 @@ class PlannedLayer:
         base, integers = kind_of(layer)
         kind, known = self.store.kind(base, integers)
         look, weights = LayerLook(layer), _places(layer)
-        state = _State(look, kind, known, base, integers, weights, _adapters(layer), _why_not(layer))
+        state = _State(look, kind, known, base, integers, weights, _adapters(layer), why_not(layer))
         self._states = [state, *self._states[: _STATES - 1]]
         return state
 
@@ -264,7 +264,7 @@ def _way(layer: nn.Module, plan: LayerPlan, keeps: KeptInput | None) -> Way:
     return Way((packs,) if packs else (), [x._replace(codec=codecs.get(x.place, IDENTITY)) for x in plan.outside])
 
 
-def _why_not(layer: nn.Module) -> str:
+def why_not(layer: nn.Module) -> str:
     """Why no plan can do what the config asks of the modules in a layer; empty if one can."""
     for name, module in layer.named_modules():
         settings = settings_of(module)

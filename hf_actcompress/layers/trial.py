@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from .plan import LayerPlan
 from .trace import Joint, NotTraced
@@ -12,7 +13,7 @@ def try_plan(plan: LayerPlan, joint: Joint) -> None:
     """Run forward and backward of a plan on the tensors without data with which its graph was traced.
 
     Raises:
-        NotTraced: The code cannot run, or gives a gradient of another shape or dtype than its input has.
+        NotTraced: The code cannot run, or gives an output or a gradient of another shape or dtype than the layer does.
     """
     inside = [x for x in plan.packed if not x.outside]
     packs = ([lambda x: x] * len(inside),) if inside else ()
@@ -25,8 +26,15 @@ def try_plan(plan: LayerPlan, joint: Joint) -> None:
                 saved[x.place] = saved[x.place].permute(x.order)
         run, _ = plan.backward(frozenset(), ())
         grads = run([*saved, *joint.tangents])
+    for i, (y, like) in enumerate(zip(found, joint.tangents, strict=False)):
+        if not _alike(y, like):
+            raise NotTraced(f"its output {i} has another shape or dtype in the graph")
     places = [*range(plan.inputs), *plan.repeats]
     for i, grad in zip(places, grads, strict=True):
-        like = joint.inputs[i]
-        if grad is not None and (grad.dtype != like.dtype or grad.dim() != like.dim()):
+        if grad is not None and not _alike(grad, joint.inputs[i]):
             raise NotTraced(f"the gradient of its input {i} has another shape or dtype than the input")
+
+
+def _alike(x: Tensor, like: Tensor) -> bool:
+    # sizes may be symbols, which must not be compared: that would be a guard
+    return x.dtype == like.dtype and x.dim() == like.dim()

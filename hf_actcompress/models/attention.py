@@ -20,7 +20,7 @@ from ..codecs.table import CODECS, FOR_UNSCALED_SCORES
 from ..config import CompressionConfig
 from ..methods.chosen_tokens.model_keys_and_values import keys_and_values
 from ..modules.attention import ATTENTION_NAME, AttentionSettings, renamed
-from ..modules.base import PLAIN_TENSORS, Settings, keeps_for_backward, settings_of
+from ..modules.base import PLAIN_TENSORS, Settings, keeps_for_backward, settings_of, stock_type
 from ..ops.autocast import autocast_dtype
 from ..private_apis import transforms_or_export
 from ..records import padding_in, shares_rows
@@ -31,6 +31,7 @@ from ..roles import Role
 from .attention_kernels import fusable, is_wasteful
 from .attention_rows import calls_interface
 from .eager_attention import find_eager
+from .function_copies import constants_of
 from .rope import RotaryMixin, calls_rope, why_stock
 from .rotations import rotation_of
 from .sites import Declined, Site
@@ -62,7 +63,9 @@ def _site(module: nn.Module, config: CompressionConfig) -> Site | Declined:
     if name == "sdpa":
         keeps = "recomputed" if config.attention_variant == "recomputed" else "statistics"
         model_config = module.__dict__["config"]
-        named = renamed(model_config)
+        # code that compares the name with "sdpa" would take ours for another implementation
+        compares = name in constants_of(stock_type(module).forward)
+        named = None if compares else renamed(model_config)
         note = "" if stored == config.attention else f"{stored} for {config.attention}: its scores are not scaled"
         settings = AttentionSettings(Role.ATTENTION, "sdpa", codec, keeps, note, config=model_config, renamed=named)
         return Site(RegisteredAttentionMixin, settings)

@@ -74,6 +74,14 @@ def names_read_by(forward: Callable[..., Any]) -> set[str]:
     return _global_names(inner.__code__) if isinstance(inner, FunctionType) else set()
 
 
+@cache
+def constants_of(forward: Callable[..., Any]) -> set[Any]:
+    """The constants in a forward's code, those in its tuples and sets included."""
+    inner = inspect.unwrap(forward)
+    found = inner.__code__.co_consts if isinstance(inner, FunctionType) else ()
+    return {x for value in found for x in (value if isinstance(value, (tuple, frozenset)) else (value,))}
+
+
 def _global_names(code: CodeType) -> set[str]:
     """The names of globals that a function reads, those of the functions inside of it included."""
     names = {step.argval for step in dis.get_instructions(code) if step.opname in ("LOAD_GLOBAL", "LOAD_NAME")}

@@ -6,7 +6,8 @@ import copy
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from .. import compilation
+import torch
+
 from .base import ModuleMixin, Settings
 
 # under these names models/ registers our functions in transformers' attention interface
@@ -79,7 +80,8 @@ class AttentionSettings(Settings):
 
     Attributes:
         config: The module's own, which the mixin shadows.
-        renamed: A copy of it that names our function, for a compiler; None where one traces the stock function.
+        renamed: A copy of it that names our function, for a compiler; None where one traces the stock function, because
+            the module's code compares the name, or our function has no other backward.
         roundings: For an eager function, the dtype of its softmax, and the dtype that the probabilities are cast to.
     """
 
@@ -101,7 +103,7 @@ class AttentionMixin(ModuleMixin):
         settings = self.actcompress
         if settings is None:
             return self.__dict__["config"]
-        if compilation.is_traced():
+        if torch.compiler.is_compiling():
             # torch 2.11 cannot trace a look into __dict__ for the name of a property
             named = settings.renamed is not None and settings.config._attn_implementation == settings.kind
             return settings.renamed if named else settings.config

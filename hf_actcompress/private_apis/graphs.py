@@ -32,11 +32,13 @@ def divided(joint: GraphModule, inputs: Any, mode: FakeTensorMode, outputs: int)
 def binding(target: Any) -> Any:
     """What costs the host less than an op's overload and does the same: torch's own binding of the op, if it has one.
 
-    A list with gaps as an argument is taken by the overload alone.
+    A list with gaps as an argument is taken by the overload alone, and a loss whose reduction is not given has another
+    one in the binding.
     """
     if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
         return target
-    if any(str(argument.type) == "List[Optional[Tensor]]" for argument in target._schema.arguments):
+    arguments = target._schema.arguments
+    if any(str(x.type) == "List[Optional[Tensor]]" or x.name == "reduction" for x in arguments):
         return target
     name = target._schema.name.partition("::")[2]
     for place in (torch, Tensor, torch._C._nn):
