@@ -87,7 +87,7 @@ def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 def _has_attributes(value: Any) -> bool:
     """Whether its attributes are all that there is of it, as of the processors of diffusers' attention."""
-    kind = type(value)
+    kind: Any = type(value)
     plain = kind.__eq__ is object.__eq__ and kind.__basicsize__ == _Plain.__basicsize__
     return plain and hasattr(value, "__dict__") and not isinstance(value, nn.Module)
 

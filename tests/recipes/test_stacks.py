@@ -27,6 +27,8 @@ EXAMPLES = {
     "trl_sft_qlora": ("bitsandbytes", 2e-3, 0.55),
     "trl_dpo": ("trl", 1e-5, 0.65),
     "sentence_transformers_loss": ("sentence_transformers", 1e-5, 0.60),
+    # the adapters keep their own inputs, and of frozen layers stock keeps little
+    "diffusers_lora": ("diffusers", 1e-5, 0.80),
 }
 
 
