@@ -69,7 +69,7 @@ def made_again(halves: Halves, place: int, y: Node) -> MadeAgain | None:
     for x in halves.forward.graph.nodes:
         if x in seen and x not in copied:
             copied[x] = graph.node_copy(x, copied.__getitem__)
-    run = forward_code(graph, [copied[x] for x in needs], [copied[y]])
+    run = forward_code(graph, [copied[x] for x in needs], [copied[y]], [])
     inputs = halves.inputs
     own = tuple(x not in inputs for x in needs)
     return MadeAgain(place, _First(run), tuple(halves.kept.index(x) for x in needs), own)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.fx import Graph, Node
 
 from ..private_apis.graphs import binding
@@ -146,17 +147,25 @@ def direct(target: Any) -> Any:
     """What costs the host least among functions that do the same."""
     if target is DROPPED:
         return dropout_replay
+    if target is aten.view.default:
+        # kernels do not always lay a result out in memory as tensors without data say
+        return Tensor.reshape
     return binding(target.op if isinstance(target, Certain) else target)
 
 
 def forward_code(
-    graph: Graph, inputs: Sequence[Node], results: Sequence[Node], packed: Sequence[Node] = ()
+    graph: Graph,
+    inputs: Sequence[Node],
+    outputs: Sequence[Node],
+    kept: Sequence[Node],
+    packed: Sequence[Node] = (),
 ) -> Callable[..., Any]:
-    """A function of the inputs that returns the results in a tuple.
+    """A function of the inputs that returns the outputs and what is kept in a tuple.
 
-    With `packed` it takes a list of functions after the inputs, one for each of these nodes, which pack their values
-    behind their last readers.
+    With `packed` it takes a list of functions after the inputs, one for each of these kept nodes, which pack their
+    values behind their last readers.
     """
+    results = [*outputs, *kept]
     names = [f"x{i}" for i in range(len(inputs))]
     writer = CodeWriter(graph, dict(zip(inputs, names, strict=True)), results)
     due: dict[Node, list[Node]] = {}
@@ -173,8 +182,9 @@ def forward_code(
             if x not in returned:
                 writer.lines.append(f"{name} = None")
 
-    returned = {x for x in results if x not in packed}
+    returned = {*outputs, *(x for x in kept if x not in packed)}
     writer.write(after)
-    texts = [f"p{packed.index(x)}" if x in packed else writer.text(x) for x in results]
+    texts = [*map(writer.text, outputs)]
+    texts += [f"p{packed.index(x)}" if x in packed else writer.text(x) for x in kept]
     arguments = [*names, "k"] if packed else names
     return writer.function(", ".join(arguments), f"({', '.join(texts)},)")

@@ -112,11 +112,11 @@ def make_plan(joint: Joint, again: Recompute) -> LayerPlan:
     code = BackwardCode(halves, {x.place: opening(x) for x in packed} | {x.place: opened for x in outside})
     outputs = [] if recomputes else [made_again(halves, i, y) for i, y in enumerate(halves.outputs)]
     return LayerPlan(
-        forward=forward_code(halves.forward.graph, inputs, [*halves.outputs, *inner, *halves.sizes], inside),
+        forward=forward_code(halves.forward.graph, inputs, halves.outputs, [*inner, *halves.sizes], inside),
         inputs=len(inputs),
         outputs=joint.outputs,
         tensors=joint.outputs + len(inner),
-        kept=tuple(_places(halves, known, inner, joint.parameters)),
+        kept=tuple(_places(halves, known, inner, inside, joint.parameters)),
         # the layer itself keeps what it is given
         keepers=("",) * len(halves.kept) if recomputes else tuple(map(module_reading, halves.kept)),
         outside=outside,
@@ -137,13 +137,13 @@ def _is_activation(x: Node, inputs: dict[Node, int], joint: Joint) -> bool:
 
 
 def _places(
-    halves: Halves, inputs: dict[Node, int], inner: Sequence[Node], parameters: int
+    halves: Halves, inputs: dict[Node, int], inner: Sequence[Node], packed: Sequence[Node], parameters: int
 ) -> Iterator[tuple[int, bool]]:
     """For each kept tensor its place in (inputs, outputs, what is kept), and whether it is a weight."""
     for x in halves.kept:
         if x in inputs:
             yield inputs[x], inputs[x] < parameters
-        elif x in halves.outputs:
+        elif x in halves.outputs and x not in packed:
             # saved as the output that autograd knows
             yield len(inputs) + halves.outputs.index(x), False
         else:

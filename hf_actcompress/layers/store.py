@@ -191,9 +191,11 @@ def _code(module: Any) -> Any:
 
 
 def _held(layer: nn.Module) -> set[int]:
-    """The storages of tensors that modules hold as plain attributes, which a graph must not hold."""
-    values = (value for module in layer.modules() for value in vars(module).values())
-    return {value.untyped_storage()._cdata for value in values if isinstance(value, Tensor)}
+    """The storages of tensors that a graph must not hold: what modules have as plain attributes, and weights that code
+    reads in another way than through the module."""
+    attributes = (value for module in layer.modules() for value in vars(module).values())
+    values = [value for value in attributes if isinstance(value, Tensor)]
+    return {value.untyped_storage()._cdata for value in (*values, *layer.parameters(), *layer.buffers())}
 
 
 def _place(index: Any, noted: dict[tuple[str, str], Number]) -> tuple[str, str] | int:

@@ -44,7 +44,7 @@ class Snapshot:
             and its gradients would be lost.
     """
 
-    __slots__ = ("_code", "_index", "_parts", "_versions", "_weights", "_wrap", "is_closed", "tensors")
+    __slots__ = ("_code", "_index", "_lists", "_parts", "_versions", "_weights", "_wrap", "is_closed", "tensors")
 
     def __init__(self, module: nn.Module, code: _Code, weights: str = "all", buffers: bool = False) -> None:
         self._code = code
@@ -56,6 +56,8 @@ class Snapshot:
         self._weights: dict[int, tuple[Tensor, Tensor, bool]] = {}
         # for each module, the root first: itself, its class and its attributes
         self._parts: list[tuple[nn.Module, type[nn.Module], dict[str, Any]]] = []
+        # attributes that are lists of modules: the module that has it, and its name
+        self._lists: list[tuple[int, str]] = []
         self._add(module, {}, {id(module)}, weights, buffers)
         self.is_closed = not any(["forward" in state for _, _, state in self._parts[1:]])
         self._versions = [x._version for x in self.tensors]
@@ -66,7 +68,9 @@ class Snapshot:
         state.pop("_compiled_call_impl", None)
         for name, value in module.__dict__.items():
             kind: Any = type(value)
-            if kind in _CONTAINERS:
+            if (kind is list or kind is tuple) and any([isinstance(x, nn.Module) for x in value]):
+                self._lists.append((id(module), name))
+            elif kind in _CONTAINERS:
                 state[name] = value.copy()
             elif _is_config(kind):
                 if id(value) not in configs:
@@ -120,6 +124,9 @@ class Snapshot:
             vars(twin).update(_NO_HOOKS)
             for name, of in (("_parameters", weights), ("_buffers", weights), ("_modules", twins)):
                 vars(twin)[name] = {key: of.get(id(x), x) for key, x in vars(twin)[name].items()}
+        for owner, name in self._lists:
+            held = vars(twins[owner])
+            held[name] = type(held[name])(twins.get(id(x), x) for x in held[name])
         for module, _, _ in self._parts[1:] if self._wrap is not None else ():
             copied: Any = twins[id(module)]
             vars(copied)["forward"] = self._wrap(module, copied.forward)  # type: ignore[misc]

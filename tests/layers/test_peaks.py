@@ -74,7 +74,7 @@ def test_nothing_is_written_over_while_a_view_of_it_is_read(view: Any) -> None:
     x = torch.linspace(-1, 1, 16).view(4, 4)
     graph = make_fx(function, tracing_mode="fake")(x).graph
     inputs, results = graph.find_nodes(op="placeholder"), list(graph.find_nodes(op="output")[0].all_input_nodes)
-    assert torch.equal(forward_code(graph, inputs, results)(x)[0], function(x))
+    assert torch.equal(forward_code(graph, inputs, results, [])(x)[0], function(x))
 
 
 def test_a_call_that_frees_what_it_reads_comes_first() -> None:
