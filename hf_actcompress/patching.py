@@ -14,7 +14,7 @@ from torch import nn
 from .compilation import register
 from .config import CUSTOM, CompressionConfig, Configured, preset_of, resolve
 from .errors import NothingPatchedError, UnknownOptionError, UnsupportedModelError
-from .layers import Store, find_plans, units_of, wants_plans
+from .layers import Store, attention_codec, find_plans, units_of, wants_plans
 from .methods.chosen_tokens.model_layers import refuse_choice
 from .models.checkpointing import restore_checkpointing, switch_on
 from .models.probe import answers_kept
@@ -127,7 +127,7 @@ def patch_new_modules(model: nn.Module, config: CompressionConfig, prefix: str, 
     if config.engine != "plans":
         _install_programs(model, config)
     if wants_plans(config):
-        _install_plans(model)
+        _install_plans(model, config, prefix, generators)
     _patch_code(model, config, prefix, generators)
 
 
@@ -166,15 +166,17 @@ def _install_programs(model: nn.Module, config: CompressionConfig) -> None:
             patch_instance(layer, found.mixin, found.settings)
 
 
-def _install_plans(model: nn.Module) -> None:
+def _install_plans(model: nn.Module, config: CompressionConfig, prefix: str, generators: Generators) -> None:
     """Let the other layers and blocks run by plans, which they make at their first calls."""
-    store = Store()
+    store, names = Store(), {id(module): name for name, module in model.named_modules(prefix=prefix)}
     for layer in units_of(model):
         settings = settings_of(layer)
         kept = settings if isinstance(settings, CheckpointSettings) else None
         if settings is not None and (kept is None or kept.role != Role.CHECKPOINT_INPUT):
             continue
-        found = find_plans(layer, store, kept)
+        name = names[id(layer)]
+        codec = attention_codec(layer, config.at(name)).drawing_from(generators).used_in(name, Role.ATTENTION)
+        found = find_plans(layer, store, kept, codec)
         if found is not None:
             if kept is not None:
                 unpatch_instance(layer)

@@ -11,8 +11,11 @@ from __future__ import annotations
 
 from torch import nn
 
+from ..codecs import IDENTITY, Codec
+from ..codecs.table import CODECS
 from ..config import CompressionConfig
 from ..models.sites import Site
+from ..modules.base import settings_of
 from ..modules.checkpoint import CHECKPOINT_FUNCTION, CheckpointSettings
 from ..programs import LayerSettings
 from ..programs.layer import ProgramLayerMixin
@@ -23,7 +26,7 @@ from .showing import show
 from .store import Store
 from .units import units_of
 
-__all__ = ["PlannedLayer", "Store", "find_plans", "show", "units_of", "wants_plans"]
+__all__ = ["PlannedLayer", "Store", "attention_codec", "find_plans", "show", "units_of", "wants_plans"]
 
 
 def wants_plans(config: CompressionConfig) -> bool:
@@ -31,17 +34,26 @@ def wants_plans(config: CompressionConfig) -> bool:
     return config.engine != "programs" and config.programs and not config.always_in_tiles
 
 
-def find_plans(layer: nn.Module, store: Store, kept: CheckpointSettings | None = None) -> Site | None:
+def attention_codec(layer: nn.Module, config: CompressionConfig) -> Codec:
+    """The codec of what torch's attention reads and returns where the layer's own code calls it."""
+    patched = any(known.role == Role.ATTENTION for part in layer.modules() if (known := settings_of(part)) is not None)
+    return IDENTITY if patched or config.attention_variant == "recomputed" else CODECS[config.attention]
+
+
+def find_plans(
+    layer: nn.Module, store: Store, kept: CheckpointSettings | None = None, codec: Codec = IDENTITY
+) -> Site | None:
     """The site of a layer that runs by plans; None if its modules keep what no plan keeps.
 
     Args:
         layer: A layer whose leaves are patched, one of `units_of` its model.
         store: The plans of the model.
         kept: What the layer keeps where it is checkpointed; None: its input as it is.
+        codec: The codec of attention in the layer's own code.
     """
     if why_not(layer):
         return None
     store.note(*kind_of(layer))
     function = layer.__dict__.get(CHECKPOINT_FUNCTION)
-    settings = LayerSettings(Role.LAYER, "plan", programs=PlannedLayer(store), kept=kept, function=function)
+    settings = LayerSettings(Role.LAYER, "plan", codec, programs=PlannedLayer(store), kept=kept, function=function)
     return Site(ProgramLayerMixin, settings)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.fx import Node
+from torch.overrides import TorchFunctionMode
 
 from ..codecs import IDENTITY, Codec
-from ..compilation.marks import MODULE, PART
+from ..compilation.marks import MODULE, PART, keep
 from ..compilation.policy import CODEC, hint, made_by
 from ..modules.base import settings_of
 from ..ops.snapshot import Snapshot
@@ -23,7 +25,7 @@ class Mark(NamedTuple):
     """What a module has marked.
 
     Attributes:
-        module: The module, by its name in the layer.
+        module: The module, by its name in the layer; empty for the layer itself.
         part: Which of several tensors of the module it is; empty for a module that keeps one.
     """
 
@@ -51,6 +53,22 @@ def name_codecs(snapshot: Snapshot, layer: nn.Module) -> None:
             named = copy.copy(settings)
             object.__setattr__(named, "codec_name", MODULE + name)
             snapshot.replace(module, "actcompress", named)
+
+
+class AttentionMarks(TorchFunctionMode):
+    """While it is on, calls of torch's attention mark what they read and return as the layer's own."""
+
+    def __torch_function__(
+        self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if function is not nn.functional.scaled_dot_product_attention:
+            return function(*args, **(kwargs or {}))
+        return _marked_attention(*args, **(kwargs or {}))
+
+
+def _marked_attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    q, k, v = (keep(x, MODULE + PART + part) for x, part in zip((query, key, value), "qkv", strict=True))
+    return keep(nn.functional.scaled_dot_product_attention(q, k, v, *args, **kwargs), MODULE + PART + "output")
 
 
 def codec_mark(x: Node) -> Mark | None:

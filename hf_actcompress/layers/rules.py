@@ -40,7 +40,7 @@ def _tag(node: Node, weights: dict[Node, bool]) -> None:
     elif node.target is aten.native_layer_norm.default and _is_sum(x := node.args[0]) and _is_narrow(x):
         # what a norm reads is kept, and not its two summands
         x.meta["recompute"] = CheckpointPolicy.MUST_SAVE  # type: ignore[union-attr]
-    elif _is_sum(node) and len(node.all_input_nodes) == 2 and all(map(_is_of_product, node.all_input_nodes)):
+    elif _is_sum(node) and len(products := set(map(_product_in, node.all_input_nodes))) == 2 and None not in products:
         # of a base layer's and an adapter's product the sum is kept, as it is cast
         _narrowest(node).meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
@@ -71,12 +71,12 @@ def _made_of_weights(graph: Graph, parameters: int) -> dict[Node, bool]:
     return made
 
 
-def _is_of_product(x: Node) -> bool:
-    """Whether x is a product with a weight, perhaps scaled, cast or seen otherwise."""
+def _product_in(x: Node) -> Node | None:
+    """The product that x is, perhaps scaled, cast or seen otherwise; None if it is something else."""
     scaled = {aten._to_copy.default, aten.mul.Tensor}
     while x.op == "call_function" and (is_view(x) or (x.target in scaled and len(x.all_input_nodes) == 1)):
         x = x.all_input_nodes[0]
-    return x.op == "call_function" and x.target in PRODUCTS
+    return x if x.op == "call_function" and x.target in PRODUCTS else None
 
 
 def _narrowest(node: Node) -> Node:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -10,13 +11,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..codecs import IDENTITY
 from ..compilation import traced_plan
-from ..modules.base import stock_type
+from ..modules.base import settings_of, stock_type
 from ..ops.snapshot import Snapshot
 from ..private_apis import without_dispatch_modes, without_saved_tensor_hooks
 from .caches import RecordingCache
 from .checkpointed import Recompute
-from .codec_marks import name_codecs
+from .codec_marks import AttentionMarks, name_codecs
 from .given import CallArguments, Returned, Unknown
 from .numbers import Number
 from .plan import LayerPlan, make_plan
@@ -134,6 +136,8 @@ def _learn(
 ) -> tuple[Known, set[tuple[str, str]]]:
     snapshot = Snapshot(layer, _code, buffers=True)
     name_codecs(snapshot, layer)
+    settings = settings_of(layer)
+    marks = AttentionMarks() if settings is not None and settings.codec != IDENTITY else nullcontext()
     names = {module: name for name, module in layer.named_modules()}
     snapshot.around(lambda module, forward: within(names[module], forward))
     noted = _with_numbers(snapshot, layer, {place for place in numbers if place[0] != ARGUMENT})
@@ -148,7 +152,8 @@ def _learn(
         caches = [RecordingCache() for _ in given.caches]
         tensors = inputs[weights:]
         args, kwargs = given.with_others(tensors, caches, integers)
-        with torch.autocast(device, setting.autocast, enabled=setting.autocast is not None, cache_enabled=False):
+        enabled = setting.autocast is not None
+        with marks, torch.autocast(device, setting.autocast, enabled=enabled, cache_enabled=False):
             value = snapshot.run(inputs[:weights], *args, **kwargs)
         found = Returned(value, [*tensors, *caches, *integers])
         returned[:] = [found]

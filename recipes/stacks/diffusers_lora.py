@@ -60,7 +60,9 @@ def train(args: Namespace) -> tuple[list[float], int]:
         batch = inputs(noisy, captions, pooled, times, model.config)
         batch = {name: x if x is None else x.to(device) for name, x in batch.items()}
 
-        def forward(batch=batch, goal=(noise - latents).to(device)) -> torch.Tensor:
+        goal = (noise - latents).to(device)
+
+        def forward(batch=batch, goal=goal) -> torch.Tensor:
             with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
                 return F.mse_loss(model(**batch, return_dict=False)[0].float(), goal)
 

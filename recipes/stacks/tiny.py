@@ -1,6 +1,7 @@
 """What the examples of this folder share: their options, and the tiny models and texts that they use by default."""
 
 import argparse
+import importlib
 import runpy
 import tempfile
 import textwrap
@@ -59,12 +60,9 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def tiny_model(folder: Path, kind: str) -> str:
-    """Saves a Llama or a BERT of two layers, and its tokenizer, as a download from the hub would be. Their folder.
-
-    Or the transformer of a Flux, as a pipeline's folder has it.
-    """
+    """Saves a Llama or a BERT of two layers, and its tokenizer, as a download from the hub would be. Their folder."""
     if kind == "flux":
-        return tiny_flux(folder)
+        return importlib.import_module("tiny_flux").save(folder)
     words = tokenizer()
     sizes = {"vocab_size": len(words), "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     torch.manual_seed(0)
@@ -75,18 +73,6 @@ def tiny_model(folder: Path, kind: str) -> str:
         model = BertModel(BertConfig(**sizes, intermediate_size=256, max_position_embeddings=128))
     model.save_pretrained(folder)
     words.save_pretrained(folder)
-    return str(folder)
-
-
-def tiny_flux(folder: Path) -> str:
-    """Two blocks of each kind, and latents of 16 channels."""
-    from diffusers import FluxTransformer2DModel
-
-    torch.manual_seed(0)
-    widths = {"attention_head_dim": 16, "num_attention_heads": 4, "axes_dims_rope": (4, 6, 6)}
-    inputs = {"in_channels": 16, "joint_attention_dim": 32, "pooled_projection_dim": 32}
-    model = FluxTransformer2DModel(patch_size=1, num_layers=2, num_single_layers=2, **widths, **inputs)
-    model.save_pretrained(folder / "transformer")
     return str(folder)
 
 

@@ -1,0 +1,199 @@
+"""Blocks of models that are none of transformers': any list of blocks runs by plans without being asked."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from hf_actcompress import PRESETS, kept_bytes, patch_model, unpatch_model
+from hf_actcompress.layers import layer as layers
+from hf_actcompress.layers.look import kind_of
+from hf_actcompress.layers.trace import MOST_CALLS
+from hf_actcompress.models.attention import find_attention
+from hf_actcompress.modules.base import settings_of
+from tests.layers.blocks import STACKS, WIDTH, Block, PlainList, Stack
+from tests.layers.plans import plans_of
+from tests.sweep.configs import tiny_config
+
+
+def step(model: nn.Module, x: Tensor) -> list[Tensor | None]:
+    torch.manual_seed(1)
+    loss = model(x)
+    loss.backward()
+    return [loss.detach(), x.grad, *(p.grad for p in model.parameters())]
+
+
+def inputs(length: int = 9) -> Tensor:
+    return torch.randn(2, length, WIDTH, generator=torch.Generator().manual_seed(length)).requires_grad_()
+
+
+def equal(ours: list[Tensor | None], stock: list[Tensor | None]) -> bool:
+    pairs = zip(ours, stock, strict=True)
+    return all(a is b if a is None or b is None else torch.equal(a, b) for a, b in pairs)
+
+
+@pytest.mark.parametrize("name", STACKS)
+def test_stocks_bits_in_fewer_bytes(name: str) -> None:
+    stock = Stack(STACKS[name]()).train()
+    ours = patch_model(copy.deepcopy(stock))
+    for length in (9, 7, 12):
+        assert equal(step(ours, inputs(length)), step(stock, inputs(length)))
+        for model in (ours, stock):
+            model.zero_grad()
+    assert plans_of(ours) and all(plans.calls == 3 and not plans.why for plans in plans_of(ours))
+    kept, whole = (kept_bytes(lambda m=m: m(inputs(64)), "cpu") for m in (ours, stock))
+    assert kept <= whole * (1.0 if name == "rotating" else 0.85)
+    unpatch_model(ours)
+    assert not plans_of(ours) and [type(m) for m in ours.modules()] == [type(m) for m in stock.modules()]
+
+
+def test_the_head_of_a_list_in_16_bits_under_autocast_and_int8() -> None:
+    """An output that a ReLU made is kept through its codec, and is returned as it is."""
+    stock = Stack(nn.ModuleList([PlainList(), PlainList()])).train()
+    ours = patch_model(copy.deepcopy(stock), "int8")
+    with torch.autocast("cpu", torch.bfloat16):
+        found, expected = step(ours, inputs()), step(stock, inputs())
+    assert torch.equal(found[0], expected[0])
+    for a, b in zip(found[1:], expected[1:], strict=True):
+        assert (a - b).norm() <= 0.1 * b.norm()
+
+
+class WithBias(nn.Module):
+    """Returns something that nobody reads, and is given a bias whose gradient backward reads once more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, bias: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        q = self.q(x)
+        scores = (q @ x.transpose(1, 2)) / 4 + bias
+        return scores.softmax(-1) @ x, scores, q
+
+
+def test_a_gradient_that_backward_reads_once_more() -> None:
+    stock = nn.ModuleList([WithBias()]).train()
+    ours = patch_model(copy.deepcopy(stock))
+    found: list[list[Any]] = []
+    for model in (ours, stock):
+        x, bias = inputs(), torch.zeros(2, 9, 9, requires_grad=True)
+        model[0](x, bias * 1)[0].square().mean().backward()
+        found.append([x.grad, bias.grad, *(p.grad for p in model.parameters())])
+    assert found[0][1] is not None and equal(*found)
+    assert [plans.calls for plans in plans_of(ours)] == [1]
+
+
+class Outer(nn.Module):
+    """A block of more calls than are traced at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.ModuleList(Block(0.0) for _ in range(2))
+        self.calls = MOST_CALLS
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.inner:
+            x = block(x)
+        for _ in range(self.calls):
+            x = x + 1e-6
+        return x
+
+
+@pytest.fixture
+def traces(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """The classes of the blocks that are traced."""
+    found: list[str] = []
+
+    def learn(layer: Any, *args: Any) -> Any:
+        found.append(type(layer).stock_class.__name__)
+        return stock(layer, *args)
+
+    stock = layers.learn
+    monkeypatch.setattr(layers, "learn", learn)
+    yield found
+
+
+def test_a_block_of_too_many_calls_leaves_it_to_the_blocks_inside(traces: list[str]) -> None:
+    stock = Stack(nn.ModuleList([Outer()])).train()
+    ours = patch_model(copy.deepcopy(stock))
+    assert equal(step(ours, inputs()), step(stock, inputs()))
+    outer, *inner = plans_of(ours)
+    assert outer.calls == 0 and "calls of torch" in outer.why
+    assert [plans.calls for plans in inner] == [1, 1] and traces == ["Outer", "Block"]
+
+
+def test_a_block_that_has_no_plan_is_not_tried_with_every_length(traces: list[str]) -> None:
+    class Reading(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x if x.sum().item() > 0 else -x)
+
+    stock = Stack(nn.ModuleList([Reading(0.0)])).train()
+    ours = patch_model(copy.deepcopy(stock))
+    for length in range(3, 9):
+        assert equal(step(ours, inputs(length)), step(stock, inputs(length)))
+        for model in (ours, stock):
+            model.zero_grad()
+    assert traces == ["Reading", "Reading"]
+
+
+class Processor:
+    """Holds what a block computes with, as the processors of diffusers' attention do."""
+
+    def __init__(self, scale: float = 1.0) -> None:
+        self.scale = scale
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+
+class Processed(Block):
+    def __init__(self, scale: float = 1.0) -> None:
+        super().__init__(0.0)
+        self.processor = Processor(scale)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.processor(super().forward(x))
+
+
+def test_objects_are_alike_by_their_attributes(traces: list[str]) -> None:
+    stock = Stack(nn.ModuleList([Processed(), Processed(), Processed(0.5)])).train()
+    kinds = [kind_of(block)[0] for block in stock.blocks]  # type: ignore[arg-type, attr-defined]
+    assert kinds[0] == kinds[1] != kinds[2]
+    ours = patch_model(copy.deepcopy(stock))
+    for scale in (1.0, 3.0):
+        for model in (stock, ours):
+            model.zero_grad()
+            model.blocks[1].processor.scale = scale
+        assert equal(step(ours, inputs()), step(stock, inputs()))
+    # the first two share a trace until the attribute of one changes
+    assert traces == ["Processed"] * 3
+
+
+def test_presets_whose_ops_keep_something_else_go_module_by_module() -> None:
+    ours = patch_model(Stack(nn.ModuleList([Block()])), replace(PRESETS["fewbit"]))
+    assert not plans_of(ours)
+
+
+def test_code_that_compares_the_name_of_its_attention() -> None:
+    """Sparse attention is masked only under the names of stock's functions."""
+    from transformers import AXK2ForCausalLM
+
+    torch.manual_seed(0)
+    stock = AXK2ForCausalLM(tiny_config("axk2", dropout=0.0)).train()
+    stock.gradient_checkpointing_enable({"use_reentrant": False})
+    ours = patch_model(copy.deepcopy(stock), "exact")
+    ids = torch.randint(3, 60, (2, 13))
+    assert torch.equal(*(model(input_ids=ids).logits for model in (stock, ours)))
+    compared = next(m for m in stock.modules() if type(m).__name__ == "AXK2Attention")
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 4, "vocab_size": 9}
+    looked_up = LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=1)).model.layers[0].self_attn
+    names = [find_attention(m, PRESETS["exact"]).settings.renamed for m in (compared, looked_up)]  # type: ignore
+    assert names[0] is None and names[1] is not None
+    assert settings_of(compared) is None
