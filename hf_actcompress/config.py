@@ -112,8 +112,8 @@ class CompressionConfig(ConfigFile):
             the same bits and keeps the same bytes in less of the host's time. A layer that is checkpointed as torch
             does it by default is one Function, too, which keeps its input. A layer runs as a program only if this was
             proved right on a small layer of its kind. LoRA, autocast, dropout, frozen weights, empty caches, and codecs
-            that round to nearest are supported. Other layers (the report says why), and calls that are not ordinary
-            ones (hooks inside, a filled cache, adapters switched off), run module by module, as all do with False.
+            that round to nearest are supported. Other layers run as `engine` says. Calls that are not ordinary ones
+            (hooks inside, a filled cache, adapters switched off) run module by module, as all do with False.
         engine: What runs layers while `programs` is on. "programs": as said there, and other layers module by module.
             "plans": code that is derived from the joint graph of a layer's forward and backward, for transformers'
             layers and for the blocks of any list of blocks (diffusion transformers, `torch.nn.TransformerEncoder`).
