@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 import sys
 from collections.abc import Callable
@@ -20,7 +19,7 @@ from ..methods.tempo.op import attention_tempo
 from ..modules.attention import EAGER_NAME, AttentionMixin, AttentionSettings
 from ..modules.base import keeps_for_backward
 from ..roles import Role
-from .probe import DTYPES, same_bits, undisturbed
+from .probe import DTYPES, same_bits, shallow_copy, undisturbed
 from .rope import RotaryMixin
 from .sites import Declined, Site
 
@@ -56,7 +55,7 @@ def eager_function_of(kind: type) -> Callable[..., Any] | None:
 
 def _same(module: nn.Module, stock: Callable[..., Any], roundings: _Dtypes) -> bool:
     """Compare one call in each dtype, bit by bit."""
-    probe = copy.copy(module)
+    probe = shallow_copy(module)
     probe.training = False
     groups = getattr(module, "num_key_value_groups", 1)
     generator = torch.Generator().manual_seed(0)

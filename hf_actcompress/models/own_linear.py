@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import torch
 from torch import Tensor, nn
 
@@ -12,7 +10,7 @@ from ..modules.base import Settings
 from ..modules.leaves import OwnLinearMixin
 from ..private_apis import FakeTensor
 from ..roles import Role
-from .probe import undisturbed
+from .probe import shallow_copy, undisturbed
 from .sites import Declined, Site
 
 # features of a copy that a layer is tried on
@@ -56,7 +54,7 @@ def _is_linear(module: nn.Linear) -> bool:
 
 def _with_values(module: nn.Linear) -> nn.Linear:
     """A narrow copy of a layer on fake tensors: what its code computes does not depend on how wide it is."""
-    twin = copy.copy(module)
+    twin: nn.Linear = shallow_copy(module)
     of, outputs, inputs = module.weight.dtype, *(min(size, _NARROW) for size in module.weight.shape)
     values = {"weight": torch.linspace(-1, 1, outputs * inputs).view(outputs, inputs)}
     if module.bias is not None:

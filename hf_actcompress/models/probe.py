@@ -10,7 +10,6 @@ every probe that runs a module's code catches `Exception`.
 
 from __future__ import annotations
 
-import copy
 import inspect
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
@@ -115,9 +114,16 @@ class StandIn(nn.Module):
         return self.returned
 
 
+def shallow_copy(module: nn.Module) -> Any:
+    """The same as `copy.copy`, also of a module that FSDP2 has sharded: its class would make a new module."""
+    twin = object.__new__(type(module))
+    vars(twin).update(vars(module))
+    return twin
+
+
 def bare_copy(module: nn.Module) -> Any:
     """A shallow copy with the forward of its class, without hooks, and with a dictionary of children of its own."""
-    probe = copy.copy(module)
+    probe = shallow_copy(module)
     probe.__dict__.update({hooks: {} for hooks in HOOKS})
     probe.__dict__.pop("forward", None)
     probe._modules = dict(module._modules)

@@ -168,7 +168,8 @@ def _is_config(kind: Any) -> bool:
 
 def _copied(kind: Any, state: dict[str, Any]) -> Any:
     """An object of that class with these attributes."""
-    twin = kind.__new__(kind)
+    # FSDP2's classes make a new module of the class that they shard
+    twin = object.__new__(kind) if issubclass(kind, nn.Module) else kind.__new__(kind)
     vars(twin).update(state)
     return twin
 
