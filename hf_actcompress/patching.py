@@ -127,7 +127,7 @@ def patch_new_modules(model: nn.Module, config: CompressionConfig, prefix: str, 
     if config.engine != "plans":
         _install_programs(model, config)
     if wants_plans(config):
-        _install_plans(model, config, prefix, generators)
+        _install_plans(model, config, prefix)
     _patch_code(model, config, prefix, generators)
 
 
@@ -166,7 +166,7 @@ def _install_programs(model: nn.Module, config: CompressionConfig) -> None:
             patch_instance(layer, found.mixin, found.settings)
 
 
-def _install_plans(model: nn.Module, config: CompressionConfig, prefix: str, generators: Generators) -> None:
+def _install_plans(model: nn.Module, config: CompressionConfig, prefix: str) -> None:
     """Let the other layers and blocks run by plans, which they make at their first calls."""
     store, names = Store(), {id(module): name for name, module in model.named_modules(prefix=prefix)}
     for layer in units_of(model):
@@ -174,9 +174,7 @@ def _install_plans(model: nn.Module, config: CompressionConfig, prefix: str, gen
         kept = settings if isinstance(settings, CheckpointSettings) else None
         if settings is not None and (kept is None or kept.role != Role.CHECKPOINT_INPUT):
             continue
-        name = names[id(layer)]
-        codec = attention_codec(layer, config.at(name)).drawing_from(generators).used_in(name, Role.ATTENTION)
-        found = find_plans(layer, store, kept, codec)
+        found = find_plans(layer, store, kept, attention_codec(layer, config.at(names[id(layer)])))
         if found is not None:
             if kept is not None:
                 unpatch_instance(layer)

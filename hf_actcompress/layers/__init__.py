@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from ..codecs import IDENTITY, Codec
+from ..codecs import IDENTITY, Codec, packs_alike
 from ..codecs.table import CODECS
 from ..config import CompressionConfig
 from ..models.sites import Site
@@ -37,7 +37,9 @@ def wants_plans(config: CompressionConfig) -> bool:
 def attention_codec(layer: nn.Module, config: CompressionConfig) -> Codec:
     """The codec of what torch's attention reads and returns where the layer's own code calls it."""
     patched = any(known.role == Role.ATTENTION for part in layer.modules() if (known := settings_of(part)) is not None)
-    return IDENTITY if patched or config.attention_variant == "recomputed" else CODECS[config.attention]
+    codec = CODECS[config.attention]
+    fits = not patched and config.attention_variant != "recomputed" and packs_alike(codec)
+    return codec if fits else IDENTITY
 
 
 def find_plans(

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..codecs import IDENTITY
+from ..codecs import IDENTITY, packs_alike
 from ..modules.base import is_sharded, recording, settings_of
 from ..modules.checkpoint import KeptInput
 from ..ops.autocast import autocast_dtype
@@ -271,6 +271,7 @@ def why_not(layer: nn.Module) -> str:
         if module is layer or settings is None:
             continue
         other = settings.role in _VARIANTS and settings.keeps != "input"
-        if other or (settings.role == Role.ATTENTION and settings.kind == "eager"):
+        other = other or (settings.role == Role.ATTENTION and settings.kind == "eager")
+        if other or not packs_alike(settings.codec):
             return f"{name} keeps something in a way that plans do not know"
     return ""

@@ -55,7 +55,8 @@ class LayerLook:
         kinds = dict.fromkeys(map(stock_type, modules))
         found += [(space, name, value) for kind in kinds for space, name, value in _called(kind)]
         self._kinds, self._forwards = list(kinds), [kind.forward for kind in kinds]
-        self._hooks = [vars(module)[name] for module in modules for name in HOOKS]
+        # hooks on the layer itself run around its forward
+        self._hooks = [vars(module)[name] for module in modules[1:] for name in HOOKS]
         self._replaced, self._called = (any(name in vars(module) for module in modules[1:]) for name in _INSTEAD)
         self._places, self._names, values = zip(*found, strict=True)
         self._values = list(values)

@@ -16,9 +16,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from ..codecs import IDENTITY, Codec
-from ..codecs.float8 import Float8
-from ..codecs.int_group import IntGroup
+from ..codecs import IDENTITY, packs_alike
 from ..models.eager_attention import eager_function_of
 from ..models.function_copies import GlobalsCopy
 from ..models.rope import NAME, RotaryMixin, calls_rope, why_stock
@@ -158,7 +156,7 @@ def _watch(name: str, module: nn.Module, recorder: Recorder) -> None:
     if (
         settings is not None
         and not of_layer
-        and (settings.keeps in ("output", "recomputed") or not _is_known(settings.codec))
+        and (settings.keeps in ("output", "recomputed") or not packs_alike(settings.codec))
     ):
         raise NotStraight("it keeps something in a way that programs do not know")
     if "forward" in vars(module):
@@ -182,11 +180,6 @@ def _watch(name: str, module: nn.Module, recorder: Recorder) -> None:
         if operation is None:
             raise NotStraight(f"{name} is patched in a way that programs do not know ({settings.role})")
         module.forward = partial(noted, recorder, module, operation, module.stock_forward())  # type: ignore[method-assign]
-
-
-def _is_known(codec: Codec) -> bool:
-    """Whether a codec packs the same activation to the same bits, whichever op calls it."""
-    return codec == IDENTITY or (type(codec) is IntGroup and codec.rounding == "nearest") or type(codec) is Float8
 
 
 def calls_eager(module: nn.Module) -> bool:
