@@ -31,5 +31,5 @@ IDENTITY = Identity()
 
 
 def packs_alike(codec: Codec) -> bool:
-    """Whether a codec packs the same activation to the same bits, whichever op calls it: it neither draws nor learns."""
+    """Whether a codec packs an activation to the same bits, whichever op calls it: it neither draws nor learns."""
     return codec == IDENTITY or (type(codec) is IntGroup and codec.rounding == "nearest") or type(codec) is Float8
