@@ -112,12 +112,12 @@ class CompressionConfig(ConfigFile):
             the same bits and keeps the same bytes in less of the host's time. A layer that is checkpointed as torch
             does it by default is one Function, too, which keeps its input. A layer runs as a program only if this was
             proved right on a small layer of its kind. LoRA, autocast, dropout, frozen weights, empty caches, and codecs
-            that round to nearest are supported. Other layers run as `engine` says. Calls that are not ordinary ones
-            (hooks inside, a filled cache, adapters switched off) run module by module, as all do with False.
-        engine: What runs layers while `programs` is on. "programs": as said there, and other layers module by module.
-            "plans": code that is derived from the joint graph of a layer's forward and backward, for transformers'
-            layers and for the blocks of any list of blocks (diffusion transformers, `torch.nn.TransformerEncoder`).
-            "auto": a program where there is one, and a plan for the other layers and blocks.
+            that round to nearest are supported. Other layers (the report says why), and calls that are not ordinary
+            ones (hooks inside, a filled cache, adapters switched off), run module by module, as all do with False.
+        engine: What runs layers while `programs` is on. "programs": as said there. "plans": code that is derived from
+            the joint graph of a layer's forward and backward, for transformers' layers and for the blocks of any list
+            of blocks (diffusion transformers, `torch.nn.TransformerEncoder`). "auto": programs for transformers'
+            layers, and plans for the blocks of other models.
         tokens: The share of each sequence's tokens that get gradients, above 0 and up to 1 (TokenTune, arXiv
             2501.18824). The loss is that of all tokens. In every layer the hidden states of the other tokens are
             constants: nothing is kept of them but their keys and values, and backward computes nothing for them; a

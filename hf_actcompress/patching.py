@@ -167,9 +167,9 @@ def _install_programs(model: nn.Module, config: CompressionConfig) -> None:
 
 
 def _install_plans(model: nn.Module, config: CompressionConfig, prefix: str) -> None:
-    """Let the other layers and blocks run by plans, which they make at their first calls."""
+    """Let blocks, and layers if the config says so, run by plans, which they make at their first calls."""
     store, names = Store(), {id(module): name for name, module in model.named_modules(prefix=prefix)}
-    for layer in units_of(model):
+    for layer in units_of(model, everywhere=config.engine == "plans"):
         settings = settings_of(layer)
         kept = settings if isinstance(settings, CheckpointSettings) else None
         if settings is not None and (kept is None or kept.role != Role.CHECKPOINT_INPUT):

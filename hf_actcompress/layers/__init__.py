@@ -30,7 +30,7 @@ __all__ = ["PlannedLayer", "Store", "attention_codec", "find_plans", "show", "un
 
 
 def wants_plans(config: CompressionConfig) -> bool:
-    """Whether a config wants plans, if only for layers without a program."""
+    """Whether a config wants plans, if only for blocks of models that are none of transformers'."""
     return config.engine != "programs" and config.programs and not config.always_in_tiles
 
 

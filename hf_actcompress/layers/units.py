@@ -1,4 +1,4 @@
-"""Which modules of a model run by plans: its layers, and blocks of a stack that no model calls a layer."""
+"""Which modules of a model run by plans: layers of transformers' models, and blocks of a stack in other models."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from ..modules.base import settings_of, stock_type
 
 
-def units_of(model: nn.Module) -> list[nn.Module]:
-    """The layers that transformers may checkpoint, and the blocks in lists of blocks without such layers.
+def units_of(model: nn.Module, everywhere: bool) -> list[nn.Module]:
+    """The blocks in lists of blocks, in models that are none of transformers'; `everywhere`: also the layers that
+    transformers may checkpoint, and blocks of its models that are no such layers.
 
     A block may be inside of another one. The outer one's plan runs both; the inner one has a plan of its own for calls
     for which the outer one has none.
     """
-    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-    known = {id(part) for layer in layers for part in layer.modules()}
+    layers = [module for module in model.modules() if everywhere and isinstance(module, GradientCheckpointingLayer)]
+    kinds = GradientCheckpointingLayer if everywhere else PreTrainedModel
+    known = {id(part) for module in model.modules() if isinstance(module, kinds) for part in module.modules()}
     for blocks in model.modules():
         if id(blocks) not in known:
             layers += _unique((block for block in _blocks(blocks) if _is_block(block)), known)

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import BloomConfig, BloomForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from hf_actcompress import PRESETS, kept_bytes, patch_model, unpatch_model
+from hf_actcompress import PRESETS, CompressionConfig, kept_bytes, patch_model, patch_report, unpatch_model
 from hf_actcompress.layers import layer as layers
 from hf_actcompress.layers.look import kind_of
 from hf_actcompress.layers.trace import MOST_CALLS
@@ -176,6 +176,14 @@ def test_objects_are_alike_by_their_attributes(traces: list[str]) -> None:
     assert traces == ["Processed"] * 3
 
 
+def test_models_of_transformers_run_as_before() -> None:
+    sizes = {"hidden_size": 32, "n_layer": 1, "n_head": 4, "vocab_size": 64}
+    bloom = patch_model(BloomForCausalLM(BloomConfig(**sizes)))
+    assert not plans_of(bloom)
+    assert [row.kind for row in patch_report(bloom).rows if row.role == "layer"] == ["module by module"]
+    assert plans_of(patch_model(BloomForCausalLM(BloomConfig(**sizes)), CompressionConfig(engine="plans")))
+
+
 def test_presets_whose_ops_keep_something_else_go_module_by_module() -> None:
     ours = patch_model(Stack(nn.ModuleList([Block()])), replace(PRESETS["fewbit"]))
     assert not plans_of(ours)
@@ -188,7 +196,7 @@ def test_code_that_compares_the_name_of_its_attention() -> None:
     torch.manual_seed(0)
     stock = AXK2ForCausalLM(tiny_config("axk2", dropout=0.0)).train()
     stock.gradient_checkpointing_enable({"use_reentrant": False})
-    ours = patch_model(copy.deepcopy(stock), "exact")
+    ours = patch_model(copy.deepcopy(stock), CompressionConfig(engine="plans"))
     ids = torch.randint(3, 60, (2, 13))
     assert torch.equal(*(model(input_ids=ids).logits for model in (stock, ours)))
     compared = next(m for m in stock.modules() if type(m).__name__ == "AXK2Attention")

@@ -14,7 +14,7 @@ from hf_actcompress.programs.layer import ProgramLayerMixin
 from tests.families import BY_NAME, Batch, step
 
 LEAVES = CompressionConfig(programs=False)
-PROGRAMS = CompressionConfig(engine="programs")
+PROGRAMS = CompressionConfig(programs=True)
 NAMES = (
     "llama", "mistral", "qwen2", "qwen3", "gemma", "phi3", "gpt2-gelu-new", "gpt2-gelu-tanh", "bert", "roberta",
     "distilbert", "modernbert", "vit", "opt",
