@@ -14,6 +14,7 @@ TESTED = {
     "triton": ("3.6.0", "3.9.0"),
     "liger-kernel": ("0.8.5", "0.8.5"),
     "scikit-learn": ("1.9.1", "1.9.1"),
+    "diffusers": ("0.42.1", "0.42.1"),
     "bitsandbytes": ("0.50.2", "0.50.2"),
     "sentence-transformers": ("6.2.0", "6.2.0"),
 }
