@@ -55,7 +55,7 @@ def find_plans(
     """
     if why_not(layer):
         return None
-    store.note(*kind_of(layer))
+    store.note(*kind_of(layer, codec))
     function = layer.__dict__.get(CHECKPOINT_FUNCTION)
     settings = LayerSettings(Role.LAYER, "plan", codec, programs=PlannedLayer(store), kept=kept, function=function)
     return Site(ProgramLayerMixin, settings)

@@ -157,7 +157,9 @@ class PlannedLayer:
                 if i:
                     self._states.insert(0, self._states.pop(i))
                 return state
-        base, integers = kind_of(layer)
+        settings = settings_of(layer)
+        assert settings is not None
+        base, integers = kind_of(layer, settings.codec)
         kind, known = self.store.kind(base, integers)
         look, weights = LayerLook(layer), _places(layer)
         state = _State(look, kind, known, base, integers, weights, _adapters(layer), why_not(layer))

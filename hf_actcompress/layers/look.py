@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..codecs import Codec
 from ..modules.base import HOOKS, Settings, are_wanted, stock_type
 from ..private_apis import as_in_first_run, hooks_on_every_module
 from ..records import current
@@ -127,9 +128,12 @@ class Same:
         return id(self.value)
 
 
-def kind_of(layer: nn.Module) -> tuple[Hashable, dict[tuple[str, str], int]]:
-    """What makes two layers of one kind, and the integers among their attributes, by module and name."""
-    found: list[Hashable] = []
+def kind_of(layer: nn.Module, codec: Codec) -> tuple[Hashable, dict[tuple[str, str], int]]:
+    """What makes two layers of one kind, and the integers among their attributes, by module and name.
+
+    `codec` is that of attention in the layer's own code.
+    """
+    found: list[Any] = [codec]
     numbers: dict[tuple[str, str], int] = {}
     tensors: dict[int, int] = {}
     modules = list(layer.modules())
