@@ -274,6 +274,8 @@ def why_not(layer: nn.Module) -> str:
             continue
         other = settings.role in _VARIANTS and settings.keeps != "input"
         other = other or (settings.role == Role.ATTENTION and settings.kind == "eager")
+        if settings.role == Role.BATCH_NORM:
+            return f"{name} writes running statistics"
         if other or not packs_alike(settings.codec):
             return f"{name} keeps something in a way that plans do not know"
     return ""

@@ -80,8 +80,8 @@ class AttentionSettings(Settings):
 
     Attributes:
         config: The module's own, which the mixin shadows.
-        renamed: A copy of it that names our function, for a compiler; None where one traces the stock function, because
-            the module's code compares the name, or our function has no other backward.
+        renamed: A copy of it that names our function, for a compiler; None where one traces the stock function: that of
+            eager attention, and where the module's code compares the name.
         roundings: For an eager function, the dtype of its softmax, and the dtype that the probabilities are cast to.
     """
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -199,9 +198,12 @@ def test_models_of_transformers_run_as_before() -> None:
     assert plans_of(patch_model(BloomForCausalLM(BloomConfig(**sizes)), CompressionConfig(engine="plans")))
 
 
-def test_presets_whose_ops_keep_something_else_go_module_by_module() -> None:
-    ours = patch_model(Stack(nn.ModuleList([Block()])), replace(PRESETS["fewbit"]))
-    assert not plans_of(ours)
+def test_what_no_plan_does_goes_module_by_module() -> None:
+    assert not plans_of(patch_model(Stack(nn.ModuleList([Block()])), "fewbit"))
+    assert not plans_of(patch_model(Stack(nn.ModuleList([Block()])), "gact"))
+    block = Block()
+    block.norm2 = nn.BatchNorm1d(WIDTH)  # type: ignore[assignment]
+    assert not plans_of(patch_model(Stack(nn.ModuleList([block]))))
 
 
 def test_code_that_compares_the_name_of_its_attention() -> None:
