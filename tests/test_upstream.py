@@ -36,6 +36,7 @@ def _other_version() -> str | None:
     return "a CUDA toolkit may build what fails on a CPU" if torch.cuda.is_available() else None
 
 
+@pytest.mark.daily(3)
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("code", "printed"), [pytest.param(*rest, id=title) for title, *rest in _drafts()])

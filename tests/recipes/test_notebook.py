@@ -35,6 +35,7 @@ def printed(cell: dict) -> str:
     return "".join(line for output in cell["outputs"] for line in output["text"])
 
 
+@pytest.mark.daily(3)
 @pytest.mark.slow
 def test_the_notebook_runs(tmp_path: Path) -> None:
     pytest.importorskip("peft")
