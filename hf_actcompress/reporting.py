@@ -15,6 +15,7 @@ from .config import CompressionConfig, preset_of
 from .display.report import Report
 from .display.tables import Table
 from .errors import NotPatchedError
+from .layers import left_out
 from .models.checkpointing import is_switched_on
 from .models.foreign import find_foreign
 from .models.heads import find_head
@@ -147,11 +148,17 @@ def _rows(model: nn.Module, config: CompressionConfig) -> Iterator[PatchRow]:
     role = Role.PADDING if config.drop_padding else Role.SHARED_PROMPTS if config.share_prompts else None
     if role and (reason := why_not(root_module(model))):
         yield PatchRow("", type(root_module(model)).__name__, role, reason=reason)
-    places = Places.of(model)
+    places, without_plan = Places.of(model), left_out(model, config)
     for name, module in model.named_modules():
         if is_parametrization(name):
             continue
         settings = settings_of(module)
+        if id(module) in without_plan:
+            note = f"{without_plan[id(module)]}; it runs module by module"
+            yield PatchRow(name, stock_type(module).__name__, Role.LAYER, "module by module", note=note)
+            if settings is not None:
+                yield _patched(name, module, settings)
+            continue
         if id(module) in places.heads and (settings is None or settings.role != Role.LOSS_HEAD):
             found = find_head(module, config.at(name))
             if isinstance(found, Declined):

@@ -26,12 +26,19 @@ from .showing import show
 from .store import Store
 from .units import units_of
 
-__all__ = ["PlannedLayer", "Store", "attention_codec", "find_plans", "show", "units_of", "wants_plans"]
+__all__ = ["PlannedLayer", "Store", "attention_codec", "find_plans", "left_out", "show", "units_of", "wants_plans"]
 
 
 def wants_plans(config: CompressionConfig) -> bool:
     """Whether a config wants plans, if only for blocks of models that are none of transformers'."""
     return config.engine != "programs" and config.programs and not config.always_in_tiles
+
+
+def left_out(model: nn.Module, config: CompressionConfig) -> dict[int, str]:
+    """The layers and blocks that a config wants to run by plans and whose modules keep what no plan keeps: by the id of
+    each, the reason."""
+    units = units_of(model, config.engine == "plans") if wants_plans(config) else []
+    return {id(unit): reason for unit in units if (reason := why_not(unit))}
 
 
 def attention_codec(layer: nn.Module, config: CompressionConfig) -> Codec:

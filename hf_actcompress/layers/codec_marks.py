@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.fx import Node
-from torch.overrides import TorchFunctionMode
 
 from ..codecs import IDENTITY, Codec
 from ..compilation.marks import MODULE, PART, keep
@@ -55,20 +54,15 @@ def name_codecs(snapshot: Snapshot, layer: nn.Module) -> None:
             snapshot.replace(module, "actcompress", named)
 
 
-class AttentionMarks(TorchFunctionMode):
-    """While it is on, calls of torch's attention mark what they read and return as the layer's own."""
-
-    def __torch_function__(
-        self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if function is not nn.functional.scaled_dot_product_attention:
-            return function(*args, **(kwargs or {}))
-        return _marked_attention(*args, **(kwargs or {}))
-
-
 def _marked_attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     q, k, v = (keep(x, MODULE + PART + part) for x, part in zip((query, key, value), "qkv", strict=True))
     return keep(nn.functional.scaled_dot_product_attention(q, k, v, *args, **kwargs), MODULE + PART + "output")
+
+
+# calls of torch's attention mark what they read and return as the layer's own
+ATTENTION: dict[Callable[..., Any], Callable[..., Any]] = {
+    nn.functional.scaled_dot_product_attention: _marked_attention
+}
 
 
 def codec_mark(x: Node) -> Mark | None:

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 _LIBRARY = torch.library.Library("hf_actcompress", "FRAGMENT")  # type: ignore[no-untyped-call]
 _LIBRARY.define("drawn(Tensor x, float p) -> Tensor", tags=[torch.Tag.nondeterministic_seeded])  # type: ignore[no-untyped-call]
@@ -44,17 +43,6 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None]:
 torch.library.register_autograd("hf_actcompress::dropped", _backward, setup_context=_keep, lib=_LIBRARY)
 
 
-class Dropouts(TorchFunctionMode):
-    """While it is on, torch's function for dropout is the two ops. It is on while a layer is traced."""
-
-    def __torch_function__(
-        self, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if function is not nn.functional.dropout:
-            return function(*args, **(kwargs or {}))
-        return _dropout(*args, **(kwargs or {}))
-
-
 def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
     if not training or p == 0:
         return input
@@ -65,3 +53,7 @@ def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool
         return nn.functional.dropout(input, p, training, inplace)
     y: Tensor = DROPPED(x, DRAWN(x.detach(), float(p)), float(p))
     return y.permute([order.index(i) for i in range(input.dim())])
+
+
+# on while a layer is traced: torch's function for dropout is the two ops
+DROPOUTS: dict[Callable[..., Any], Callable[..., Any]] = {nn.functional.dropout: _dropout}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -18,10 +17,11 @@ from ..ops.snapshot import Snapshot
 from ..private_apis import without_dispatch_modes, without_saved_tensor_hooks
 from .caches import RecordingCache
 from .checkpointed import Recompute
-from .codec_marks import AttentionMarks, name_codecs
+from .codec_marks import ATTENTION, name_codecs
 from .given import CallArguments, Returned, Unknown
 from .numbers import Number
 from .plan import LayerPlan, make_plan
+from .replaced import Replaced
 from .sizes import Sizes
 from .trace import Joint, NotTraced, first_line, trace, within
 from .trial import try_plan
@@ -137,7 +137,7 @@ def _learn(
     snapshot = Snapshot(layer, _code, buffers=True)
     name_codecs(snapshot, layer)
     settings = settings_of(layer)
-    marks = AttentionMarks() if settings is not None and settings.codec != IDENTITY else nullcontext()
+    marks = ATTENTION if settings is not None and settings.codec != IDENTITY else {}
     names = {module: name for name, module in layer.named_modules()}
     snapshot.around(lambda module, forward: within(names[module], forward))
     noted = _with_numbers(snapshot, layer, {place for place in numbers if place[0] != ARGUMENT})
@@ -153,7 +153,7 @@ def _learn(
         tensors = inputs[weights:]
         args, kwargs = given.with_others(tensors, caches, integers)
         enabled = setting.autocast is not None
-        with marks, torch.autocast(device, setting.autocast, enabled=enabled, cache_enabled=False):
+        with Replaced(marks), torch.autocast(device, setting.autocast, enabled=enabled, cache_enabled=False):
             value = snapshot.run(inputs[:weights], *args, **kwargs)
         found = Returned(value, [*tensors, *caches, *integers])
         returned[:] = [found]

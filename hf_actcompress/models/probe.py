@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PretrainedConfig
 
 from ..modules.base import HOOKS, own_attributes
+from ..ops.snapshot import with_attributes
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # magnitude of the rows of `probe_rows`; some squares overflow in fp16, which shows where a module computes in fp32
@@ -116,9 +117,7 @@ class StandIn(nn.Module):
 
 def shallow_copy(module: nn.Module) -> Any:
     """The same as `copy.copy`, also of a module that FSDP2 has sharded: its class would make a new module."""
-    twin = object.__new__(type(module))
-    vars(twin).update(vars(module))
-    return twin
+    return with_attributes(type(module), vars(module))
 
 
 def bare_copy(module: nn.Module) -> Any:

@@ -74,7 +74,7 @@ class Snapshot:
                 state[name] = value.copy()
             elif _is_config(kind):
                 if id(value) not in configs:
-                    configs[id(value)] = _copied(kind, value.__dict__)
+                    configs[id(value)] = with_attributes(kind, value.__dict__)
                 state[name] = configs[id(value)]
         self._parts.append((module, type(module), state))
         for x in state["_parameters"].values():
@@ -119,7 +119,7 @@ class Snapshot:
         weights = {i: x if data is x else alias(data, needed) for i, (x, data, needed) in self._weights.items()}
         if others is not None:
             weights.update((i, others[place]) for i, place in self._index.items())
-        twins = {id(module): _copied(kind, state) for module, kind, state in self._parts}
+        twins = {id(module): with_attributes(kind, state) for module, kind, state in self._parts}
         for twin in twins.values():
             vars(twin).update(_NO_HOOKS)
             for name, of in (("_parameters", weights), ("_buffers", weights), ("_modules", twins)):
@@ -166,7 +166,7 @@ def _is_config(kind: Any) -> bool:
     return how is not None and not (how.frozen or issubclass(kind, dict))
 
 
-def _copied(kind: Any, state: dict[str, Any]) -> Any:
+def with_attributes(kind: Any, state: dict[str, Any]) -> Any:
     """An object of that class with these attributes."""
     # FSDP2's classes make a new module of the class that they shard
     twin = object.__new__(kind) if issubclass(kind, nn.Module) else kind.__new__(kind)

@@ -54,7 +54,7 @@ def test_stocks_bits_in_fewer_bytes(name: str) -> None:
     assert not plans_of(ours) and [type(m) for m in ours.modules()] == [type(m) for m in stock.modules()]
 
 
-def test_the_head_of_a_list_in_16_bits_under_autocast_and_int8() -> None:
+def test_an_output_that_is_kept_through_its_codec() -> None:
     """An output that a ReLU made is kept through its codec, and is returned as it is."""
     stock = Stack(nn.ModuleList([PlainList(), PlainList()])).train()
     ours = patch_model(copy.deepcopy(stock), "int8")
@@ -203,7 +203,10 @@ def test_what_no_plan_does_goes_module_by_module() -> None:
     assert not plans_of(patch_model(Stack(nn.ModuleList([Block()])), "gact"))
     block = Block()
     block.norm2 = nn.BatchNorm1d(WIDTH)  # type: ignore[assignment]
-    assert not plans_of(patch_model(Stack(nn.ModuleList([block]))))
+    model = patch_model(Stack(nn.ModuleList([block])))
+    assert not plans_of(model)
+    (row,) = [row for row in patch_report(model).rows if row.role == "layer"]
+    assert row.note == "norm2 writes running statistics; it runs module by module"
 
 
 def test_code_that_compares_the_name_of_its_attention() -> None:
