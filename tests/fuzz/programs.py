@@ -290,4 +290,6 @@ def run_program(case: Case, side: str) -> list[Seen]:
     run = Run(case, side)
     torch.manual_seed(case.seed + 2)
     PROGRAMS[case.program](run)
+    # the hooks of the models are methods of `run`, so that all of it lives until a garbage collection
+    run.output = None
     return run.seen
