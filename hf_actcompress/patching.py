@@ -14,7 +14,7 @@ from torch import nn
 from .compilation import register
 from .config import CUSTOM, CompressionConfig, Configured, preset_of, resolve
 from .errors import NothingPatchedError, UnknownOptionError, UnsupportedModelError
-from .layers import Store, attention_codec, find_plans, units_of, wants_plans
+from .layers import Store, find_plans, units_of, wants_plans
 from .methods.chosen_tokens.model_layers import refuse_choice
 from .models.checkpointing import restore_checkpointing, switch_on
 from .models.probe import answers_kept
@@ -174,7 +174,7 @@ def _install_plans(model: nn.Module, config: CompressionConfig, prefix: str) -> 
         kept = settings if isinstance(settings, CheckpointSettings) else None
         if settings is not None and (kept is None or kept.role != Role.CHECKPOINT_INPUT):
             continue
-        found = find_plans(layer, store, kept, attention_codec(layer, config.at(names[id(layer)])))
+        found = find_plans(layer, store, config.at(names[id(layer)]), kept)
         if found is not None:
             if kept is not None:
                 unpatch_instance(layer)

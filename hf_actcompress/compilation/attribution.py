@@ -19,15 +19,16 @@ def module_reading(x: Node) -> str:
         for user in node.users:
             if is_view(user):
                 pending.append(user)
-            elif _running(user):
-                return _running(user)
-    return _running(x)
+            elif (module := running(user)) is not None:
+                return module
+    return running(x) or ""
 
 
-def _running(node: Node) -> str:
-    """The id of the innermost module that was running, from Dynamo's notes."""
+def running(node: Node) -> str | None:
+    """The id of the innermost module that was running, from Dynamo's notes; None if they say nothing."""
     modules = node.meta.get("nn_module_stack")
-    return str(node.meta.get(_MODULE) or (next(reversed(modules)) if modules else ""))
+    found = node.meta.get(_MODULE) or (next(reversed(modules)) if modules else None)
+    return None if found is None else str(found)
 
 
 def attributed(nodes: Sequence[Node], like: Node) -> None:

@@ -38,7 +38,14 @@ def left_out(model: nn.Module, config: CompressionConfig) -> dict[int, str]:
     """The layers and blocks that a config wants to run by plans and whose modules keep what no plan keeps: by the id of
     each, the reason."""
     units = units_of(model, config.engine == "plans") if wants_plans(config) else []
-    return {id(unit): reason for unit in units if (reason := why_not(unit))}
+    names = {id(module): name for name, module in model.named_modules()} if units else {}
+    reasons = {id(unit): why_not(unit, codec_of_others(config.at(names[id(unit)]))) for unit in units}
+    return {unit: reason for unit, reason in reasons.items() if reason}
+
+
+def codec_of_others(config: CompressionConfig) -> Codec:
+    """The codec of what no patched module keeps."""
+    return CODECS[config.other] if config.net else IDENTITY
 
 
 def attention_codec(layer: nn.Module, config: CompressionConfig) -> Codec:
@@ -50,19 +57,20 @@ def attention_codec(layer: nn.Module, config: CompressionConfig) -> Codec:
 
 
 def find_plans(
-    layer: nn.Module, store: Store, kept: CheckpointSettings | None = None, codec: Codec = IDENTITY
+    layer: nn.Module, store: Store, config: CompressionConfig, kept: CheckpointSettings | None = None
 ) -> Site | None:
     """The site of a layer that runs by plans; None if its modules keep what no plan keeps.
 
     Args:
         layer: A layer whose leaves are patched, one of `units_of` its model.
         store: The plans of the model.
+        config: The config of the layer.
         kept: What the layer keeps where it is checkpointed; None: its input as it is.
-        codec: The codec of attention in the layer's own code.
     """
-    if why_not(layer):
+    codec, other = attention_codec(layer, config), codec_of_others(config)
+    if why_not(layer, other):
         return None
-    store.note(*kind_of(layer, codec))
-    function = layer.__dict__.get(CHECKPOINT_FUNCTION)
-    settings = LayerSettings(Role.LAYER, "plan", codec, programs=PlannedLayer(store), kept=kept, function=function)
+    store.note(*kind_of(layer, (codec, other)))
+    function, plans = layer.__dict__.get(CHECKPOINT_FUNCTION), PlannedLayer(store)
+    settings = LayerSettings(Role.LAYER, "plan", codec, programs=plans, kept=kept, function=function, other=other)
     return Site(ProgramLayerMixin, settings)

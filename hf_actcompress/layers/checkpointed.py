@@ -17,8 +17,7 @@ from torch.fx import Graph, GraphModule, Node
 from ..compilation.policy import is_attention, made_of
 from ..modules.checkpoint import KeptInput
 from .divide import Halves
-from .draws import DRAWN
-from .redraw import state_before
+from .redraw import is_drawn, state_before
 
 
 class Recompute(Enum):
@@ -75,11 +74,11 @@ class _Joined:
         self.kept: list[Node] = []
         # what a draw is given decides nothing but the size of its mask
         stays = is_of_attention if again == Recompute.NOT_ATTENTION else (lambda node: False)
-        needed = made_of([*halves.kept, *halves.sizes], lambda node: node.target is DRAWN or stays(node))
+        needed = made_of([*halves.kept, *halves.sizes], lambda node: is_drawn(node) or stays(node))
         for node in halves.forward.graph.nodes:
             if node not in needed:
                 continue
-            if node.op == "placeholder" or node.target in (DRAWN, state_before) or stays(node):
+            if node.op == "placeholder" or is_drawn(node) or node.target is state_before or stays(node):
                 self.kept.append(node)
                 self.copied[node] = self.placeholder(node)
             else:

@@ -34,6 +34,8 @@ class Mark(NamedTuple):
     def codec_in(self, layer: nn.Module) -> Codec:
         """The codec of one layer."""
         settings = settings_of(layer.get_submodule(self.module))
+        if self == OTHER:
+            return other_codec(layer)
         codec = IDENTITY if settings is None else settings.codec
         return codec.part(self.part, heads=self.part in _HEADS) if self.part else codec
 
@@ -42,6 +44,16 @@ class Mark(NamedTuple):
         if self.part in _HEADS and x.dim() == len(_TOKENS_FIRST):
             return _TOKENS_FIRST
         return None if x.is_contiguous() else order_in_memory(x)
+
+
+# an activation that no module has marked and the layer's own code, or that of a module without a role, keeps
+OTHER = Mark("", "other")
+
+
+def other_codec(layer: nn.Module) -> Codec:
+    """The codec of a layer for activations that no patched module keeps."""
+    codec: Codec = getattr(settings_of(layer), "other", IDENTITY)
+    return codec
 
 
 def name_codecs(snapshot: Snapshot, layer: nn.Module) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..codecs import IDENTITY, packs_alike
+from ..codecs import IDENTITY, Codec, packs_alike
 from ..modules.base import is_sharded, recording, settings_of
 from ..modules.checkpoint import KeptInput
 from ..ops.autocast import autocast_dtype
@@ -24,6 +24,7 @@ from ..records import checkpointed as is_checkpointed
 from ..roles import Role
 from .caches import filled, is_empty
 from .checkpointed import recompute_of
+from .codec_marks import other_codec
 from .function import PlanFunction, Way
 from .given import CallArguments, Unknown
 from .look import LayerLook, kind_of
@@ -159,10 +160,11 @@ class PlannedLayer:
                 return state
         settings = settings_of(layer)
         assert settings is not None
-        base, integers = kind_of(layer, settings.codec)
+        other = other_codec(layer)
+        base, integers = kind_of(layer, (settings.codec, other))
         kind, known = self.store.kind(base, integers)
-        look, weights = LayerLook(layer), _places(layer)
-        state = _State(look, kind, known, base, integers, weights, _adapters(layer), why_not(layer))
+        look, weights, reason = LayerLook(layer), _places(layer), why_not(layer, other)
+        state = _State(look, kind, known, base, integers, weights, _adapters(layer), reason)
         self._states = [state, *self._states[: _STATES - 1]]
         return state
 
@@ -266,8 +268,13 @@ def _way(layer: nn.Module, plan: LayerPlan, keeps: KeptInput | None) -> Way:
     return Way((packs,) if packs else (), [x._replace(codec=codecs.get(x.place, IDENTITY)) for x in plan.outside])
 
 
-def why_not(layer: nn.Module) -> str:
-    """Why no plan can do what the config asks of the modules in a layer; empty if one can."""
+def why_not(layer: nn.Module, other: Codec) -> str:
+    """Why no plan can do what the config asks of the modules in a layer; empty if one can.
+
+    `other` is the codec of what no patched module keeps.
+    """
+    if not packs_alike(other):
+        return f"codec {other} is not for plans"
     for name, module in layer.named_modules():
         settings = settings_of(module)
         if module is layer or settings is None:

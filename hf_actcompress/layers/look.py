@@ -128,12 +128,12 @@ class Same:
         return id(self.value)
 
 
-def kind_of(layer: nn.Module, codec: Codec) -> tuple[Hashable, dict[tuple[str, str], int]]:
+def kind_of(layer: nn.Module, codecs: tuple[Codec, Codec]) -> tuple[Hashable, dict[tuple[str, str], int]]:
     """What makes two layers of one kind, and the integers among their attributes, by module and name.
 
-    `codec` is that of attention in the layer's own code.
+    `codecs` are those of attention in the layer's own code, and of what no patched module keeps.
     """
-    found: list[Any] = [codec]
+    found: list[Any] = [*codecs]
     numbers: dict[tuple[str, str], int] = {}
     tensors: dict[int, int] = {}
     modules = list(layer.modules())

@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.fx import Node
 
 from ..codecs import Codec
+from ..codecs.feature_maps import on_feature_maps
+from ..compilation.attribution import module_reading, running
 from ..compilation.packing import is_of_a_relu
-from ..compilation.policy import made_by
+from ..compilation.policy import hint, made_by
 from ..programs.keeping import opened
 from ..records import Stored
-from .codec_marks import Mark, codec_mark
+from ..records.activations import is_large
+from .codec_marks import OTHER, Mark, codec_mark
 from .divide import Halves
+from .rules import made_of_weights
+
+aten = torch.ops.aten
+# these make losses, and sums and powers over many steps, in which an error grows
+_EXACT = {
+    aten.cumsum.default, aten.cumprod.default, aten.exp.default, aten._log_softmax.default, aten.logcumsumexp.default,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -28,6 +40,7 @@ class Packed:
         order: Its dimensions in the order in which they lie in memory; None for a contiguous tensor.
         sign: Whether the codec must not move a value across zero.
         outside: Whether it is an input.
+        image: Whether it is [B, C, H, W] of a convolution, so that a row of the codec is an image.
     """
 
     place: int
@@ -35,10 +48,12 @@ class Packed:
     order: tuple[int, ...] | None
     sign: bool
     outside: bool
+    image: bool = False
 
     def codec_in(self, layer: nn.Module) -> Codec:
         """The codec of one layer."""
         codec = self.mark.codec_in(layer)
+        codec = on_feature_maps(codec) if self.image else codec
         return codec.keeping_sign() if self.sign else codec
 
 
@@ -53,12 +68,51 @@ class Packer:
         return Stored(self._codec, *self._codec.pack(x if self._order is None else x.permute(self._order)))
 
 
-def packed_in(halves: Halves, inputs: dict[Node, int]) -> Iterator[Packed]:
-    """What is kept through the codec with which a module has marked it."""
+@dataclass(frozen=True)
+class Others:
+    """Which activations go through a layer's codec for what no patched module keeps.
+
+    Attributes:
+        inputs: The names of modules in a layer whose own codecs decide how what they are given is kept.
+        all: The names of those that decide about all that they keep.
+    """
+
+    inputs: frozenset[str]
+    all: frozenset[str]
+
+    def take(self, x: Node, halves: Halves, parameters: int) -> bool:
+        """Whether they take a kept tensor that no module has marked."""
+        made, value = made_by(x), x.meta["val"]
+        shape = [hint(value.size(i)) for i in OTHER.order(value) or range(value.dim())]
+        if made.target in _EXACT or not is_large(value.dtype, shape, _is_image(made)):
+            return False
+        if made.target is operator.getitem and made.args[1] != 0:
+            # the statistics of an op
+            return False
+        inputs = halves.inputs
+        if made in inputs and halves.grads[inputs.index(made)] is None:
+            # whoever has made it holds it
+            return False
+        reader = module_reading(x)
+        if reader in self.all or (reader in self.inputs and reader != running(made)):
+            return False
+        return not made_of_weights(halves.forward.graph, parameters)[made]
+
+
+def _is_image(made: Node) -> bool:
+    """Whether a node makes [B, C, H, W], and is a convolution."""
+    return made.target is aten.convolution.default and made.meta["val"].dim() == 4
+
+
+def packed_in(halves: Halves, inputs: dict[Node, int], parameters: int, others: Others | None) -> Iterator[Packed]:
+    """What is kept through a codec: that with which a module has marked it, or the layer's for all others."""
     for i, x in enumerate(halves.kept):
         mark = codec_mark(x)
+        if mark is None and others is not None and others.take(x, halves, parameters):
+            mark = OTHER
         if mark is not None:
-            yield Packed(i, mark, mark.order(x.meta["val"]), is_of_a_relu(made_by(x)), x in inputs)
+            image = mark == OTHER and _is_image(made_by(x))
+            yield Packed(i, mark, mark.order(x.meta["val"]), is_of_a_relu(made_by(x)), x in inputs, image)
 
 
 def opening(packed: Packed) -> Callable[[Any], Tensor]:

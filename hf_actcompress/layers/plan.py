@@ -21,7 +21,7 @@ from .checkpointed import Recompute, checkpointed
 from .code import forward_code
 from .divide import Halves, divide
 from .ordering import lower_peak
-from .packing import Packed, opening, packed_in
+from .packing import Others, Packed, opening, packed_in
 from .trace import Joint
 
 _NOTHING: frozenset[int] = frozenset()
@@ -89,12 +89,13 @@ class LayerPlan:
         return self._backwards[key]
 
 
-def make_plan(joint: Joint, again: Recompute) -> LayerPlan:
+def make_plan(joint: Joint, again: Recompute, others: Others | None = None) -> LayerPlan:
     """Make the plan of a joint graph, which is changed.
 
     Args:
         joint: The graph.
         again: What backward makes again that a layer without checkpointing keeps.
+        others: What goes through the layer's codec for all that no module has marked; None: nothing does.
     """
     readers = _readers(joint)
     halves, recomputes = divide(joint), again != Recompute.NOTHING
@@ -106,7 +107,7 @@ def make_plan(joint: Joint, again: Recompute) -> LayerPlan:
     lower_peak(halves.backward.graph, owned)
     repeats = _apart(halves, readers)
     inner = [x for x in halves.kept if x not in known]
-    packed = () if recomputes else tuple(packed_in(halves, known))
+    packed = () if recomputes else tuple(packed_in(halves, known, joint.parameters, others))
     outside = tuple(Outside(i, IDENTITY) for i, x in enumerate(halves.kept) if _is_activation(x, known, joint))
     inside = [halves.kept[x.place] for x in packed if not x.outside]
     code = BackwardCode(halves, {x.place: opening(x) for x in packed} | {x.place: opened for x in outside})

@@ -6,14 +6,22 @@ as dropout in attention, and for noise that a model adds.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
+from ..compilation.policy import nbytes
 from ..reference import replayed_rng, rng_state
 from .draws import DRAWN
+
+
+@cache
+def state_bytes(device: str) -> int:
+    """The bytes of the state of a generator. What is drawn is kept itself if it has no more."""
+    return torch.Generator(device).get_state().numel()
 
 
 def state_before(device: torch.device) -> Tensor:
@@ -25,6 +33,11 @@ def drawn_from(state: Tensor, place: torch.device, op: Any, /, *args: Any, **kwa
     """In a graph: what a random op gives from a state. In a forward the generator is in this state and goes on."""
     with replayed_rng(state, place):
         return op(*args, **kwargs)
+
+
+def is_drawn(node: Node) -> bool:
+    """Whether a node draws: a state (`DRAWN`), or few numbers, which are kept themselves."""
+    return torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
 
 
 class Certain:
@@ -44,14 +57,15 @@ class Certain:
 def split_draws(graph: Graph) -> None:
     """Split each random op of a functional graph in two."""
     for node in list(graph.nodes):
-        tags = getattr(node.target, "tags", ())
-        if torch.Tag.nondeterministic_seeded not in tags or node.target is DRAWN:
+        if not is_drawn(node) or node.target is DRAWN:
             continue
         if _drops_nothing(node):
             node.target = Certain(node.target)
             continue
         value = node.meta["val"]
         first = value[0] if isinstance(value, (tuple, list)) else value
+        if first is value and nbytes(node) <= state_bytes(first.device.type):
+            continue
         with graph.inserting_before(node):
             state = graph.call_function(state_before, (first.device,))
             made = graph.call_function(drawn_from, (state, first.device, node.target, *node.args), node.kwargs)

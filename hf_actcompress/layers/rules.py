@@ -9,8 +9,8 @@ from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from ..compilation.policy import apply_policy, is_view, make_again, of_forward
-from .draws import DRAWN, DROPPED
-from .redraw import drawn_from, state_before
+from .draws import DROPPED
+from .redraw import drawn_from, is_drawn, state_before
 from .trace import Joint
 
 aten = torch.ops.aten
@@ -22,12 +22,12 @@ def tag(joint: Joint) -> None:
     graph = joint.graph
     apply_policy(graph, joint.outputs)
     forward = of_forward(graph, joint.outputs)
-    weights = _made_of_weights(graph, joint.parameters)
+    weights = made_of_weights(graph, joint.parameters)
     for node in graph.nodes:
         if node in forward:
             _tag(node, weights)
     for node in graph.nodes:
-        if node.target in (DRAWN, state_before):
+        if is_drawn(node) or node.target is state_before:
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
 
@@ -59,7 +59,7 @@ def _is_narrow(node: Node) -> bool:
     return all(_width(x) >= _width(node) for x in node.all_input_nodes)
 
 
-def _made_of_weights(graph: Graph, parameters: int) -> dict[Node, bool]:
+def made_of_weights(graph: Graph, parameters: int) -> dict[Node, bool]:
     """Whether each node is made of weights alone, which are the first placeholders."""
     made: dict[Node, bool] = {}
     count = 0

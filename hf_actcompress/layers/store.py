@@ -15,11 +15,13 @@ from ..compilation import traced_plan
 from ..modules.base import settings_of, stock_type
 from ..ops.snapshot import Snapshot
 from ..private_apis import without_dispatch_modes, without_saved_tensor_hooks
+from ..roles import Role
 from .caches import RecordingCache
 from .checkpointed import Recompute
-from .codec_marks import ATTENTION, name_codecs
+from .codec_marks import ATTENTION, name_codecs, other_codec
 from .given import CallArguments, Returned, Unknown
 from .numbers import Number
+from .packing import Others
 from .plan import LayerPlan, make_plan
 from .replaced import Replaced
 from .sizes import Sizes
@@ -164,14 +166,24 @@ def _learn(
     returned[0].forget()
     index = tuple(_place(place, noted) for _, _, place in updates)
     sizes = Sizes(joint) if setting.dynamic else None
-    plan = _made(joint, setting.again)
+    plan = _made(joint, setting.again, _others(layer))
     return Known(plan, returned[0], index, sizes), {place for place, number in noted.items() if number.used}
 
 
-def _made(joint: Joint, again: Recompute) -> LayerPlan:
+def _others(layer: nn.Module) -> Others | None:
+    """What goes through the layer's codec for what no patched module keeps; None if it has none."""
+    if other_codec(layer) == IDENTITY:
+        return None
+    found = {name: settings.role for name, part in layer.named_modules() if (settings := settings_of(part)) is not None}
+    # a linear layer keeps its input, and has no codec for what it makes
+    inputs = {name for name, role in found.items() if role in (Role.LINEAR, Role.DROPOUT)}
+    return Others(frozenset(inputs), frozenset(found) - inputs - {n for n, role in found.items() if role == Role.LAYER})
+
+
+def _made(joint: Joint, again: Recompute, others: Others | None) -> LayerPlan:
     """The plan of a joint graph, tried once. Whatever goes wrong: the layer runs module by module."""
     try:
-        plan = make_plan(joint, again)
+        plan = make_plan(joint, again, others)
         with traced_plan():
             try_plan(plan, joint)
     except NotTraced:

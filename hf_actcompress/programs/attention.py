@@ -23,15 +23,12 @@ class Attention(Operation):
     The kernel is that of the setting. It keeps q, k, v, all outputs, and the mask by reference.
 
     Attributes:
-        repeats: Whether k and v are repeated where a CPU's kernel could share their heads, because the leaf path's op
-            that keeps them through a codec repeats them, too.
         derived: For q, k and v each, whether it can be made again from what is kept anyway, because a norm made it.
         dropout: The rate at which probabilities are dropped.
         causal: Whether the upper triangle is masked where there is no mask.
         scale: Factor on q k^T; None for D ** -0.5.
     """
 
-    repeats: bool
     derived: tuple[bool, ...]
     dropout: float
     causal: bool
@@ -44,13 +41,10 @@ class Attention(Operation):
     def draws(self) -> bool:
         return self.dropout > 0
 
-    def _kernel(self, e: Emitter) -> str | None:
-        return "cpu, repeated" if self.repeats and e.setting.kernel == "cpu" else e.setting.kernel
-
     def forward(self, e: Emitter, q: Node, k: Node, v: Node, mask: Node | None) -> tuple[Node, ...]:
         q, k, v = (e.cast(x, e.setting.autocast) for x in (q, k, v))
         options = self.dropout, self.causal and mask is None, self.scale
-        found = e.call(dense_attention_fwd, self._kernel(e), q, k, v, mask, *options, like=_like_forward)
+        found = e.call(dense_attention_fwd, e.setting.kernel, q, k, v, mask, *options, like=_like_forward)
         return tuple(e.item(found, i) for i in range(4))
 
     def backward(self, b: Backward, step: Step) -> None:
@@ -65,7 +59,7 @@ class Attention(Operation):
         made = [None if on_cpu and i > 1 else b.want(value) for i, value in enumerate(step.outs)]
         of_mask = None if mask is None or not b.is_given(mask) else b.want(mask)
         args = *kept, *made[:2], of_mask, *made[2:], self.dropout, self.causal and of_mask is None, self.scale
-        grads = b.call(dense_attention_bwd, self._kernel(b), dy, *args, like=_like_backward)
+        grads = b.call(dense_attention_bwd, b.setting.kernel, dy, *args, like=_like_backward)
         b.give_each(heads, grads)
 
 

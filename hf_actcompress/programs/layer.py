@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import compilation
+from ..codecs import IDENTITY, Codec
 from ..models.arguments import cache_in
 from ..modules.base import ModuleMixin, Settings, has_hooks, is_sharded, recording
 from ..modules.checkpoint import (
@@ -56,6 +57,7 @@ class LayerSettings(Settings):
     """Also a layer's programs, and how it is checkpointed.
 
     Args:
+        other: The codec of activations that no patched module keeps, in a layer that runs by plans.
         kept: What it keeps where it is checkpointed; None: its input as it is.
         function: The checkpoint function that the model was given, or None: a compiler finds it here.
     """
@@ -63,6 +65,7 @@ class LayerSettings(Settings):
     programs: Any
     kept: CheckpointSettings | None = None
     function: Any = None
+    other: Codec = IDENTITY
 
 
 class ProgramLayerMixin(ModuleMixin):

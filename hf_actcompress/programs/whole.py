@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..codecs import IDENTITY
 from ..ops.region import region_in_progress
 from ..reference.dense_attention import fused_kernel, sdpa_settings, shared_bias
 from ..reference.device_rules import device_rules
@@ -153,9 +152,8 @@ def _steps(tape: Tape, masks: dict[str, int]) -> list[Step]:
             continue
         options = dict(entry.keywords)
         derived = tuple(is_normed(value, tape.entries, exact=True) for value in entry.ins)
-        operation = Attention(
-            entry.codec != IDENTITY, derived, options.get("dropout") or 0.0, entry.causal, options.get("scaling")
-        )  # type: ignore[arg-type]
+        rates: Any = options.get("dropout") or 0.0, entry.causal, options.get("scaling")
+        operation = Attention(derived, *rates)
         heads = tape.metas[entry.out]
         outs = tuple(range(len(tape.metas), len(tape.metas) + 4))
         out = heads.transpose(1, 2)

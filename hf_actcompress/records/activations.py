@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -34,12 +36,18 @@ def is_activation(x: Tensor) -> bool:
     """
     if getattr(type(x), "deferred", False):
         return False
-    if x.grad_fn is None or x.dtype not in (torch.float32, torch.bfloat16, torch.float16) or x.dim() < 2:
+    if x.grad_fn is None:
         return False
-    row = x[0].numel() if is_feature_map(x) else x.size(-1)
-    if x.numel() < _LARGE or row < _ROW or not x.is_contiguous() or type(x.grad_fn).__name__ in _EXACT:
+    if not is_large(x.dtype, x.shape, is_feature_map(x)) or not x.is_contiguous():
         return False
-    return not _made_of_weights(x.grad_fn)
+    return type(x.grad_fn).__name__ not in _EXACT and not _made_of_weights(x.grad_fn)
+
+
+def is_large(dtype: torch.dtype, shape: Sequence[int], image: bool) -> bool:
+    """Whether tensors of such a dtype and shape are worth a codec, whose row is the last axis, or an image."""
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16) or len(shape) < 2:
+        return False
+    return math.prod(shape) >= _LARGE and (math.prod(shape[1:]) if image else shape[-1]) >= _ROW
 
 
 def codec_for(x: Tensor, codec: Codec) -> Codec:

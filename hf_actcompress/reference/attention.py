@@ -17,8 +17,11 @@ def attention_fwd(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None
 ) -> tuple[Tensor, Tensor]:
     """out [B, H, S, D] and logsumexp [B, H, S] of q [B, H, S, D], k and v [B, Hkv, K, D]; mask bool (True: attend)
-    or additive, broadcastable to [B, H, S, K]."""
-    groups = q.size(1) // k.size(1)
+    or additive, broadcastable to [B, H, S, K].
+
+    Without a mask the kernel shares a head of k and v among heads of q itself; with one, transformers repeats k and v.
+    """
+    groups = 1 if mask is None else q.size(1) // k.size(1)
     out, lse = aten._scaled_dot_product_flash_attention_for_cpu(
         q,
         repeat_heads(k, groups),
@@ -42,8 +45,8 @@ def attention_bwd(
     is_causal: bool,
     scale: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk, dv, shaped like q, k, v. Grouped-query heads are repeated again, and their gradients are summed."""
-    groups = q.size(1) // k.size(1)
+    """dq, dk, dv, shaped like q, k, v. Heads that were repeated are repeated again, their gradients summed."""
+    groups = 1 if mask is None else q.size(1) // k.size(1)
     dq, dk, dv = aten._scaled_dot_product_flash_attention_for_cpu_backward(
         dout, q, repeat_heads(k, groups), repeat_heads(v, groups), out, lse, 0.0, is_causal,
         attn_mask=additive(mask, q.dtype), scale=scale,

@@ -20,10 +20,6 @@ from ..private_apis import fused_attention_choice, without_dispatch_modes
 from .attention import additive, attention_bwd, attention_fwd, repeat_heads, sum_groups
 
 aten: Any = torch.ops.aten
-_on_cpu, _on_cpu_backward = (
-    aten._scaled_dot_product_flash_attention_for_cpu.default,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
-)
 
 _CUDA_KERNELS = {SDPBackend.FLASH_ATTENTION.value: "flash", SDPBackend.EFFICIENT_ATTENTION.value: "efficient"}
 # torch pads heads for "flash" to a multiple of the first, and rows of masks for "efficient" to one of the second
@@ -38,7 +34,7 @@ def dense_attention_fwd(
     """out [B, H, S, D], logsumexp, and the seed and offset of dropout's draw (None on a CPU).
 
     Args:
-        kernel: A result of `fused_kernel`; "cpu, repeated": the CPU's kernel with k and v repeated to H heads.
+        kernel: A result of `fused_kernel`.
         q: [B, H, S, D].
         k, v: [B, Hkv, K, D].
         mask: Bool (True: attend) or additive, broadcastable to [B, H, S, K]; None for "flash".
@@ -46,11 +42,7 @@ def dense_attention_fwd(
         causal: Whether the upper triangle is masked.
         scale: Factor on q k^T; None for D ** -0.5.
     """
-    if kernel == "cpu" and mask is None:
-        # the kernel shares a head of k and v among heads of q itself; with a mask, transformers repeats k and v
-        out, lse = _on_cpu(q, k, v, 0.0, causal, scale=scale)
-        return out, lse, None, None
-    if kernel.startswith("cpu"):
+    if kernel == "cpu":
         return (*attention_fwd(q, k, v, mask, causal, scale), None, None)
     if kernel == "flash":
         out, lse, _, _, _, _, seed, offset, _ = aten._scaled_dot_product_flash_attention(
@@ -70,10 +62,7 @@ def dense_attention_bwd(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """dq, dk, dv, shaped like q, k, v."""
     grads: tuple[Tensor, Tensor, Tensor]
-    if kernel == "cpu" and mask is None:
-        grads = _on_cpu_backward(dout, q, k, v, out, lse, 0.0, causal, scale=scale)
-        return grads
-    if kernel.startswith("cpu"):
+    if kernel == "cpu":
         return attention_bwd(dout, q, k, v, out, lse, mask, causal, scale)
     if kernel == "flash":
         grads = aten._scaled_dot_product_flash_attention_backward(

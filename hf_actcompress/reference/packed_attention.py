@@ -13,7 +13,7 @@ from torch import Tensor
 
 from . import packed_kernels
 from ._packed_sdpa import pieces
-from .attention import attention_bwd, attention_fwd
+from .attention import attention_bwd, attention_fwd, repeat_heads, sum_groups
 from .sequences import Band, Sequences
 
 
@@ -39,12 +39,14 @@ def packed_attention_fwd(
         assert isinstance(sequences, Sequences) and bounds is not None
         return packed_kernels.forward(kernel, q, k, v, bounds, sequences.longest, window, scale)
     b, h, t, _ = q.shape
+    groups = h // k.size(1)
     # made with strides and not transposed, because a Function must not return a view
     width = v.size(-1)
     out = q.new_empty_strided((b, h, t, width), (t * h * width, width, h * width, 1))
     lse = q.new_empty((b, h, t), dtype=torch.promote_types(q.dtype, torch.float32))
     for group, begin, end, first, last, mask in pieces(sequences, window, q, bounds):
-        keys, values = (group.part(x, first, last) for x in (k, v))
+        # transformers repeats heads where there is a mask, and a mask is what these sequences stand for
+        keys, values = (repeat_heads(group.part(x, first, last), groups) for x in (k, v))
         o, statistics = attention_fwd(group.part(q, begin, end), keys, values, mask, mask is None, scale)
         group.part(out, begin, end).copy_(o)
         group.part(lse, begin, end).copy_(statistics)
@@ -61,13 +63,13 @@ def packed_attention_bwd(
         return packed_kernels.backward(kernel, dout, q, k, v, out, lse, bounds, sequences.longest, window, scale)
     # several chunks of queries see the same keys, so the keys' gradients are sums
     wide = torch.promote_types(q.dtype, torch.float32) if sequences.shares_keys(window) else None
-    dq = torch.empty_like(q)
+    dq, groups = torch.empty_like(q), q.size(1) // k.size(1)
     dk, dv = (torch.zeros_like(x, dtype=wide) for x in (k, v))
     for group, begin, end, first, last, mask in pieces(sequences, window, q, bounds):
         dy, queries, y, statistics = (group.part(x, begin, end) for x in (dout, q, out, lse))
-        keys, values = (group.part(x, first, last) for x in (k, v))
+        keys, values = (repeat_heads(group.part(x, first, last), groups) for x in (k, v))
         found = attention_bwd(dy, queries, keys, values, y, statistics, mask, mask is None, scale)
         group.part(dq, begin, end).copy_(found[0])
-        group.part(dk, first, last).add_(found[1])
-        group.part(dv, first, last).add_(found[2])
+        group.part(dk, first, last).add_(sum_groups(found[1], groups))
+        group.part(dv, first, last).add_(sum_groups(found[2], groups))
     return dq, dk.to(k.dtype), dv.to(v.dtype)

@@ -13,6 +13,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_actcompress.private_apis import FakeTensorMode
+from hf_actcompress.codecs.table import CODECS
+from hf_actcompress.ops import fused_attention
 from hf_actcompress.reference.attention import repeat_heads
 from hf_actcompress.reference.dense_attention import (
     dense_attention_bwd,
@@ -62,6 +64,9 @@ def test_cpu(of_q: int, of_kv: int, dtype: torch.dtype, kind: Any, scale: float 
         options = 0.0, mask is None, scale
         found = dense_attention_bwd(kernel, dout, q, k, v, out, lse, mask, *drawn, *options)
     assert torch.equal(out, expected) and all(map(torch.equal, found, wanted))
+    # kept through a codec that loses nothing, the op has stock's bits, too
+    kept = fused_attention(q, k, v, mask, mask is None, scale, codec=CODECS["offload"])
+    assert torch.equal(kept, expected) and all(map(torch.equal, torch.autograd.grad(kept, (q, k, v), dout), wanted))
 
 
 def kernel_of(**options: Any) -> str | None:
