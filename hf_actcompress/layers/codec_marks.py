@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -66,15 +67,20 @@ def name_codecs(snapshot: Snapshot, layer: nn.Module) -> None:
             snapshot.replace(module, "actcompress", named)
 
 
-def _marked_attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+def _marked_attention(output: bool, /, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     q, k, v = (keep(x, MODULE + PART + part) for x, part in zip((query, key, value), "qkv", strict=True))
-    return keep(nn.functional.scaled_dot_product_attention(q, k, v, *args, **kwargs), MODULE + PART + "output")
+    y = nn.functional.scaled_dot_product_attention(q, k, v, *args, **kwargs)
+    return keep(y, MODULE + PART + "output") if output else y
 
 
-# calls of torch's attention mark what they read and return as the layer's own
-ATTENTION: dict[Callable[..., Any], Callable[..., Any]] = {
-    nn.functional.scaled_dot_product_attention: _marked_attention
-}
+def attention_marks(layer: nn.Module) -> dict[Callable[..., Any], Callable[..., Any]]:
+    """Let calls of torch's attention mark what they read and return as the layer's own, if it has a codec."""
+    codec = getattr(settings_of(layer), "codec", IDENTITY)
+    if codec == other_codec(layer) == IDENTITY:
+        return {}
+    # without a codec for it, the output has that of the linear layer that reads it
+    marked = partial(_marked_attention, codec != IDENTITY)
+    return {nn.functional.scaled_dot_product_attention: marked}
 
 
 def codec_mark(x: Node) -> Mark | None:

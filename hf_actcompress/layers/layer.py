@@ -279,10 +279,10 @@ def why_not(layer: nn.Module, other: Codec) -> str:
         settings = settings_of(module)
         if module is layer or settings is None:
             continue
-        other = settings.role in _VARIANTS and settings.keeps != "input"
-        other = other or (settings.role == Role.ATTENTION and settings.kind == "eager")
+        unknown = settings.role in _VARIANTS and settings.keeps != "input"
+        unknown = unknown or (settings.role == Role.ATTENTION and settings.kind == "eager")
         if settings.role == Role.BATCH_NORM:
             return f"{name} writes running statistics"
-        if other or not packs_alike(settings.codec):
+        if unknown or not packs_alike(settings.codec):
             return f"{name} keeps something in a way that plans do not know"
     return ""

@@ -75,10 +75,12 @@ class Others:
     Attributes:
         inputs: The names of modules in a layer whose own codecs decide how what they are given is kept.
         all: The names of those that decide about all that they keep.
+        attention: Whether attention in the layer's own code has a codec; else what it keeps stays as it is.
     """
 
     inputs: frozenset[str]
     all: frozenset[str]
+    attention: bool
 
     def take(self, x: Node, halves: Halves, parameters: int) -> bool:
         """Whether they take a kept tensor that no module has marked."""
@@ -110,6 +112,8 @@ def packed_in(halves: Halves, inputs: dict[Node, int], parameters: int, others: 
         mark = codec_mark(x)
         if mark is None and others is not None and others.take(x, halves, parameters):
             mark = OTHER
+        elif mark is not None and not mark.module and others is not None and not others.attention:
+            mark = None
         if mark is not None:
             image = mark == OTHER and _is_image(made_by(x))
             yield Packed(i, mark, mark.order(x.meta["val"]), is_of_a_relu(made_by(x)), x in inputs, image)

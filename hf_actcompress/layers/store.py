@@ -18,7 +18,7 @@ from ..private_apis import without_dispatch_modes, without_saved_tensor_hooks
 from ..roles import Role
 from .caches import RecordingCache
 from .checkpointed import Recompute
-from .codec_marks import ATTENTION, name_codecs, other_codec
+from .codec_marks import attention_marks, name_codecs, other_codec
 from .given import CallArguments, Returned, Unknown
 from .numbers import Number
 from .packing import Others
@@ -138,8 +138,6 @@ def _learn(
 ) -> tuple[Known, set[tuple[str, str]]]:
     snapshot = Snapshot(layer, _code, buffers=True)
     name_codecs(snapshot, layer)
-    settings = settings_of(layer)
-    marks = ATTENTION if settings is not None and settings.codec != IDENTITY else {}
     names = {module: name for name, module in layer.named_modules()}
     snapshot.around(lambda module, forward: within(names[module], forward))
     noted = _with_numbers(snapshot, layer, {place for place in numbers if place[0] != ARGUMENT})
@@ -147,6 +145,7 @@ def _learn(
     noted.update({(ARGUMENT, str(i)): n for i, n in enumerate(integers) if isinstance(n, Number)})
     weights = len(snapshot.tensors)
     device = given.tensors[0].device.type
+    marks = attention_marks(layer)
     returned: list[Returned] = []
     updates: list[tuple[Any, ...]] = []
 
@@ -177,7 +176,8 @@ def _others(layer: nn.Module) -> Others | None:
     found = {name: settings.role for name, part in layer.named_modules() if (settings := settings_of(part)) is not None}
     # a linear layer keeps its input, and has no codec for what it makes
     inputs = {name for name, role in found.items() if role in (Role.LINEAR, Role.DROPOUT)}
-    return Others(frozenset(inputs), frozenset(found) - inputs - {n for n, role in found.items() if role == Role.LAYER})
+    rest = {name for name, role in found.items() if role not in (Role.LINEAR, Role.DROPOUT, Role.LAYER)}
+    return Others(frozenset(inputs), frozenset(rest), attention=settings_of(layer).codec != IDENTITY)  # type: ignore[union-attr]
 
 
 def _made(joint: Joint, again: Recompute, others: Others | None) -> LayerPlan:

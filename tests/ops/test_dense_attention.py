@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_actcompress.private_apis import FakeTensorMode
 from hf_actcompress.codecs.table import CODECS
 from hf_actcompress.ops import fused_attention
+from hf_actcompress.private_apis import FakeTensorMode
 from hf_actcompress.reference.attention import repeat_heads
 from hf_actcompress.reference.dense_attention import (
     dense_attention_bwd,
