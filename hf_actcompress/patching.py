@@ -14,7 +14,7 @@ from torch import nn
 from .compilation import register
 from .config import CUSTOM, CompressionConfig, Configured, preset_of, resolve
 from .errors import NothingPatchedError, UnknownOptionError, UnsupportedModelError
-from .layers import Store, find_plans, units_of, wants_plans
+from .layers import Store, find_plans, keeps_more, units_of, wants_plans
 from .methods.chosen_tokens.model_layers import refuse_choice
 from .models.checkpointing import restore_checkpointing, switch_on
 from .models.probe import answers_kept
@@ -127,8 +127,11 @@ def patch_new_modules(model: nn.Module, config: CompressionConfig, prefix: str, 
     if config.engine != "plans":
         _install_programs(model, config)
     if wants_plans(config):
-        _install_plans(model, config, prefix)
+        _install_plans(model, config, prefix, everywhere=config.engine == "plans")
     _patch_code(model, config, prefix, generators)
+    if wants_plans(config) and config.engine != "plans":
+        # layers of transformers without a program
+        _install_plans(model, config, prefix, everywhere=True)
 
 
 def _patch_leaves(model: nn.Module, config: CompressionConfig, prefix: str, generators: Generators) -> None:
@@ -166,10 +169,12 @@ def _install_programs(model: nn.Module, config: CompressionConfig) -> None:
             patch_instance(layer, found.mixin, found.settings)
 
 
-def _install_plans(model: nn.Module, config: CompressionConfig, prefix: str) -> None:
-    """Let blocks, and layers if the config says so, run by plans, which they make at their first calls."""
+def _install_plans(model: nn.Module, config: CompressionConfig, prefix: str, everywhere: bool) -> None:
+    """Let blocks, and `everywhere` transformers' layers, run by plans, which they make at their first calls."""
     store, names = Store(), {id(module): name for name, module in model.named_modules(prefix=prefix)}
-    for layer in units_of(model, everywhere=config.engine == "plans"):
+    for layer in units_of(model, everywhere):
+        if everywhere and config.engine != "plans" and keeps_more(layer):
+            continue
         settings = settings_of(layer)
         kept = settings if isinstance(settings, CheckpointSettings) else None
         if settings is not None and (kept is None or kept.role != Role.CHECKPOINT_INPUT):

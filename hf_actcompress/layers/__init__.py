@@ -20,13 +20,23 @@ from ..modules.checkpoint import CHECKPOINT_FUNCTION, CheckpointSettings
 from ..programs import LayerSettings
 from ..programs.layer import ProgramLayerMixin
 from ..roles import Role
-from .layer import PlannedLayer, why_not
+from .layer import PlannedLayer, is_plain_weight, why_not
 from .look import kind_of
 from .showing import show
 from .store import Store
 from .units import units_of
 
-__all__ = ["PlannedLayer", "Store", "attention_codec", "find_plans", "left_out", "show", "units_of", "wants_plans"]
+__all__ = [
+    "PlannedLayer",
+    "Store",
+    "attention_codec",
+    "find_plans",
+    "keeps_more",
+    "left_out",
+    "show",
+    "units_of",
+    "wants_plans",
+]
 
 
 def wants_plans(config: CompressionConfig) -> bool:
@@ -41,6 +51,14 @@ def left_out(model: nn.Module, config: CompressionConfig) -> dict[int, str]:
     names = {id(module): name for name, module in model.named_modules()} if units else {}
     reasons = {id(unit): why_not(unit, codec_of_others(config.at(names[id(unit)]))) for unit in units}
     return {unit: reason for unit, reason in reasons.items() if reason}
+
+
+def keeps_more(layer: nn.Module) -> bool:
+    """Whether a layer keeps more by plans than module by module: experts, code that runs again in segments, and
+    quantised weights, which plans do not know yet."""
+    roles = {known.role for part in layer.modules() if (known := settings_of(part)) is not None}
+    weights = (x for part in layer.modules() for x in part._parameters.values() if x is not None)
+    return bool(roles & {Role.EXPERTS, Role.SELECTIVE}) or not all(map(is_plain_weight, weights))
 
 
 def codec_of_others(config: CompressionConfig) -> Codec:

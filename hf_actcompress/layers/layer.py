@@ -128,7 +128,7 @@ class PlannedLayer:
         except Unknown as reason:
             return self._leaf_by_leaf(str(reason))
         weights = [place.get(name) for place, name in state.weights]
-        if not {type(w) for w in weights} <= _WEIGHTS:
+        if not all(map(is_plain_weight, weights)):
             return self._leaf_by_leaf("a weight is no plain parameter")
         known = self._known(layer, state, given, weights, keeps)
         if isinstance(known.plan, str):
@@ -234,6 +234,11 @@ class PlannedLayer:
         for cache, index, i in zip(given.caches, indices, range(count, len(made), 2), strict=False):
             filled(cache, made[i], made[i + 1], index)
         return (known.returned.put_together(made[:count], [*given.tensors, *given.caches, *given.integers]),)
+
+
+def is_plain_weight(x: Any) -> bool:
+    """Whether a weight or a buffer is a plain tensor of numbers, none of a class of its own."""
+    return type(x) in _WEIGHTS
 
 
 def _frozen(key: Any) -> Hashable:
