@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from .codecs import Offload
 from .codecs.table import CODECS
-from .config_checks import CODEC_FIELDS, check, name_of, sampling
+from .config_checks import CODEC_FIELDS, check, name_of, names_of_blocks, sampling
 from .config_file import ConfigFile
 from .errors import UnknownOptionError
 
@@ -116,8 +116,10 @@ class CompressionConfig(ConfigFile):
             ones (hooks inside, a filled cache, adapters switched off), run module by module, as all do with False.
         engine: What runs layers while `programs` is on. "programs": as said there. "plans": code that is derived from
             the joint graph of a layer's forward and backward, for transformers' layers and for the blocks of any list
-            of blocks (diffusion transformers, `torch.nn.TransformerEncoder`). "auto": programs for transformers'
-            layers, and plans for the blocks of other models.
+            of blocks (diffusion transformers, `torch.nn.TransformerEncoder`). "auto": programs for those of
+            transformers' layers that have one, plans for its other layers and for the blocks of other models.
+        blocks: Further modules that run by plans, each by a part of its name in the model ("transformer_blocks" is a
+            list and names the modules in it), by its class, or by the name of that.
         tokens: The share of each sequence's tokens that get gradients, above 0 and up to 1 (TokenTune, arXiv
             2501.18824). The loss is that of all tokens. In every layer the hidden states of the other tokens are
             constants: nothing is kept of them but their keys and values, and backward computes nothing for them; a
@@ -130,9 +132,10 @@ class CompressionConfig(ConfigFile):
             predict one thing for a sequence choose its first and last token in any case.
 
     Raises:
-        UnknownOptionError: A codec that is not in ``CODECS``, one that only suits linear inputs in another field,
-            `gradient_norms` with one that samples no tokens, `refresh_bits` where no field's bits are measured, a
-            variant that is not in ``VARIANTS``, rows of a tile that are no number, or `tokens` that are no share.
+        UnknownOptionError: A codec that is not in ``CODECS``, one that only suits linear inputs in another field, a
+            block that is neither a name nor a class of modules, `gradient_norms` with one that samples no tokens,
+            `refresh_bits` where no field's bits are measured, a variant that is not in ``VARIANTS``, rows of a tile
+            that are no number, or `tokens` that are no share.
     """
 
     linear: str = "identity"
@@ -160,6 +163,7 @@ class CompressionConfig(ConfigFile):
     tiled_mlp: int | str = "checkpointed"
     programs: bool = True
     engine: str = "auto"
+    blocks: tuple[Any, ...] = ()
     tokens: float = 1.0
     token_choice: Any = "random"
 
@@ -168,6 +172,7 @@ class CompressionConfig(ConfigFile):
             object.__setattr__(self, field, name_of(getattr(self, field)))
         named = tuple((part, field, name_of(value)) for part, field, value in self.overrides)
         object.__setattr__(self, "overrides", named)
+        object.__setattr__(self, "blocks", names_of_blocks(self.blocks))
         check(self)
 
     @classmethod

@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from torch import nn
+
 from .codecs import Codec
 from .codecs.table import CODECS
 from .errors import CodecError, UnknownOptionError
@@ -121,6 +123,18 @@ def name_of(codec: Any) -> Any:
     name = registered_name(codec) or repr(codec)
     CODECS.setdefault(name, codec)
     return name
+
+
+def names_of_blocks(blocks: Any) -> tuple[str, ...]:
+    """The names of blocks that were given as names or classes. Raises UnknownOptionError."""
+    if not isinstance(blocks, tuple) or not all(isinstance(x, str) or is_class_of_modules(x) for x in blocks):
+        raise UnknownOptionError("blocks", blocks, ["a tuple of names of modules and of classes"], refused=True)
+    return tuple(x if isinstance(x, str) else x.__name__ for x in blocks)
+
+
+def is_class_of_modules(value: Any) -> bool:
+    """Whether it is a class whose objects are modules."""
+    return isinstance(value, type) and issubclass(value, nn.Module)
 
 
 def registered_name(codec: Codec) -> str | None:

@@ -14,7 +14,7 @@ from torch import nn
 from .compilation import register
 from .config import CUSTOM, CompressionConfig, Configured, preset_of, resolve
 from .errors import NothingPatchedError, UnknownOptionError, UnsupportedModelError
-from .layers import Store, find_plans, keeps_more, units_of, wants_plans
+from .layers import Store, blocks_named, find_plans, keeps_more, units_of, wants_plans
 from .methods.chosen_tokens.model_layers import refuse_choice
 from .models.checkpointing import restore_checkpointing, switch_on
 from .models.probe import answers_kept
@@ -71,7 +71,7 @@ def patch_model(
     """
     resolved = resolve(config)
     _check(model)
-    _check_overrides(model, resolved)
+    _check_names(model, resolved)
     _warn_if_lossy(resolved)
     root = root_of(model)
     generators = root.generators if root is not None else Generators(seed)
@@ -172,7 +172,7 @@ def _install_programs(model: nn.Module, config: CompressionConfig) -> None:
 def _install_plans(model: nn.Module, config: CompressionConfig, prefix: str, everywhere: bool) -> None:
     """Let blocks, and `everywhere` transformers' layers, run by plans, which they make at their first calls."""
     store, names = Store(), {id(module): name for name, module in model.named_modules(prefix=prefix)}
-    for layer in units_of(model, everywhere):
+    for layer in units_of(model, everywhere, config.blocks):
         if everywhere and config.engine != "plans" and keeps_more(layer):
             continue
         settings = settings_of(layer)
@@ -222,7 +222,11 @@ def _say_once(line: str) -> None:
     logger.warning("%s", line)
 
 
-def _check_overrides(model: nn.Module, config: CompressionConfig) -> None:
+def _check_names(model: nn.Module, config: CompressionConfig) -> None:
+    """Raise UnknownOptionError for a name in a config that no module has."""
+    for block in config.blocks:
+        if not blocks_named(model, (block,)):
+            raise UnknownOptionError("block", block, [name for name, _ in model.named_children()])
     names = [f".{name}." for name, _ in model.named_modules()]
     for part, _, _ in config.overrides:
         if not any(f".{part}." in name for name in names):

@@ -24,12 +24,13 @@ from .layer import PlannedLayer, is_plain_weight, why_not
 from .look import kind_of
 from .showing import show
 from .store import Store
-from .units import units_of
+from .units import blocks_named, units_of
 
 __all__ = [
     "PlannedLayer",
     "Store",
     "attention_codec",
+    "blocks_named",
     "find_plans",
     "keeps_more",
     "left_out",
@@ -47,7 +48,7 @@ def wants_plans(config: CompressionConfig) -> bool:
 def left_out(model: nn.Module, config: CompressionConfig) -> dict[int, str]:
     """The layers and blocks that a config wants to run by plans and whose modules keep what no plan keeps: by the id of
     each, the reason."""
-    units = units_of(model, config.engine == "plans") if wants_plans(config) else []
+    units = units_of(model, config.engine == "plans", config.blocks) if wants_plans(config) else []
     names = {id(module): name for name, module in model.named_modules()} if units else {}
     reasons = {id(unit): why_not(unit, codec_of_others(config.at(names[id(unit)]))) for unit in units}
     return {unit: reason for unit, reason in reasons.items() if reason}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -12,9 +12,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from ..modules.base import settings_of, stock_type
 
 
-def units_of(model: nn.Module, everywhere: bool) -> list[nn.Module]:
-    """The blocks in lists of blocks, in models that are none of transformers'; `everywhere`: also the layers that
-    transformers may checkpoint, and blocks of its models that are no such layers.
+def units_of(model: nn.Module, everywhere: bool, named: Sequence[str] = ()) -> list[nn.Module]:
+    """The blocks that are named, and those in lists of blocks, in models that are none of transformers'; `everywhere`:
+    also the layers that transformers may checkpoint, and blocks of its models that are no such layers.
 
     A block may be inside of another one. The outer one's plan runs both; the inner one has a plan of its own for calls
     for which the outer one has none.
@@ -25,7 +25,17 @@ def units_of(model: nn.Module, everywhere: bool) -> list[nn.Module]:
     for blocks in model.modules():
         if id(blocks) not in known:
             layers += _unique((block for block in _blocks(blocks) if _is_block(block)), known)
-    return layers
+    return list(dict.fromkeys([*blocks_named(model, named), *layers]))
+
+
+def blocks_named(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:
+    """The modules that the names stand for: parts of the names of modules, or names of classes. The name of a list
+    stands for the modules in it."""
+    found: list[nn.Module] = []
+    for path, module in model.named_modules():
+        if any(stock_type(module).__name__ == name or f".{path}".endswith(f".{name}") for name in names):
+            found += module.children() if isinstance(module, (nn.ModuleList, nn.Sequential)) else [module]
+    return found
 
 
 def _unique(blocks: Iterator[nn.Module], known: set[int]) -> Iterator[nn.Module]:

@@ -13,11 +13,12 @@ from transformers import BloomConfig, BloomForCausalLM, LlamaConfig, LlamaForCau
 
 from hf_actcompress import PRESETS, CompressionConfig, kept_bytes, patch_model, patch_report, unpatch_model
 from hf_actcompress.codecs import IDENTITY
+from hf_actcompress.errors import UnknownOptionError
 from hf_actcompress.layers import layer as layers
 from hf_actcompress.layers.look import kind_of
 from hf_actcompress.layers.trace import MOST_CALLS
 from hf_actcompress.models.attention import find_attention
-from hf_actcompress.modules.base import settings_of
+from hf_actcompress.modules.base import PatchedModule, settings_of
 from tests.layers.blocks import STACKS, WIDTH, Block, PlainList, Stack
 from tests.layers.plans import plans_of
 from tests.sweep.configs import tiny_config
@@ -230,3 +231,36 @@ def test_code_that_compares_the_name_of_its_attention() -> None:
     names = [find_attention(m, PRESETS["exact"]).settings.renamed for m in (compared, looked_up)]  # type: ignore
     assert names[0] is None and names[1] is not None
     assert settings_of(compared) is None
+
+
+class Named(nn.Module):
+    """Two different blocks in no list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.stack = Block(0.0), nn.ModuleList([Block(0.0), nn.Linear(WIDTH, WIDTH)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in (self.first, *self.stack):
+            x = block(x)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("blocks", [(Block,), ("Block",), ("first", "stack")])
+def test_blocks_that_the_config_names(blocks: tuple[Any, ...]) -> None:
+    stock = Named().train()
+    config = CompressionConfig(blocks=blocks)
+    assert CompressionConfig.from_json(config.to_json()) == config
+    ours = patch_model(copy.deepcopy(stock), config)
+    assert equal(step(ours, inputs()), step(stock, inputs()))
+    assert isinstance(ours.first, PatchedModule) and plans_of(ours)[0].calls == 1
+    assert len(plans_of(ours)) == 2 and not any(plans.why for plans in plans_of(ours))
+    assert not plans_of(patch_model(copy.deepcopy(stock).first))
+
+
+def test_blocks_that_no_module_is() -> None:
+    with pytest.raises(UnknownOptionError, match=r"block 'frist'.*first"):
+        patch_model(Named(), CompressionConfig(blocks=("frist",)))
+    for wrong in ("first", (7,), (int,)):
+        with pytest.raises(UnknownOptionError, match="names of modules"):
+            CompressionConfig(blocks=wrong)  # type: ignore[arg-type]
