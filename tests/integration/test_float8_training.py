@@ -101,6 +101,16 @@ def test_gradient_checkpointing() -> None:
     assert kept(model) <= 0.85 * kept(stock)
 
 
+@pytest.mark.slow
+def test_compiled() -> None:
+    stock, model = converted(llama()), patch_model(converted(llama()))
+    compiled = torch.compile(model, backend="hf_actcompress")
+    (loss, expected), (ours, found) = step(stock, batch()), step(compiled, batch())
+    assert torch.allclose(ours, loss, rtol=1e-6)
+    assert_same({name.removeprefix("_orig_mod."): g for name, g in found.items()}, expected, "fp32")
+    assert kept(compiled) <= 0.5 * kept(stock)
+
+
 def test_the_report_says_what_is_left_alone() -> None:
     said = str(patch_report(patch_model(converted(llama()))))
     assert "14 linear: Float8Linear is a subclass of nn.Linear with a forward of its own" in said
