@@ -61,8 +61,8 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 def tiny_model(folder: Path, kind: str) -> str:
     """Saves a Llama or a BERT of two layers, and its tokenizer, as a download from the hub would be. Their folder."""
-    if kind == "flux":
-        return importlib.import_module("tiny_flux").save(folder)
+    if kind in ("flux", "smolvlm"):
+        return importlib.import_module(f"tiny_{kind}").save(folder)
     words = tokenizer()
     sizes = {"vocab_size": len(words), "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
     torch.manual_seed(0)

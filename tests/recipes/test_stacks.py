@@ -29,6 +29,7 @@ EXAMPLES = {
     "sentence_transformers_loss": ("sentence_transformers", 1e-5, 0.60),
     # the adapters keep their own inputs, and of frozen layers stock keeps little
     "diffusers_lora": ("diffusers", 1e-5, 0.80),
+    "vision_language_lora": ("sklearn", 1e-5, 0.75),
 }
 
 
@@ -58,6 +59,24 @@ def test_trains_as_stock_and_keeps_less(name: str, tmp_path: Path, monkeypatch: 
     assert len(losses) == 3 and losses == pytest.approx(stock, rel=tolerance)
     assert losses[0] != losses[-1]
     assert 0 < kept <= share * stock_kept
+
+
+def test_the_vision_language_model_learns_from_its_pixels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its loss falls, its tower gets no adapters, and another picture gives another loss."""
+    pytest.importorskip("sklearn")
+    example = importlib.import_module("vision_language_lora")
+    args = example.tiny.parse("", ["--output-dir", str(tmp_path)], "smolvlm")
+    losses, _ = example.train(args)
+    assert len(losses) == 20 and sum(losses[-5:]) < 0.75 * sum(losses[:5])
+    transformers = importlib.import_module("transformers")
+    model = transformers.AutoModelForImageTextToText.from_pretrained(args.model).train()
+    batch = next(example.batches(args, model.config))
+    seen = model(**batch).loss
+    assert model(**{**batch, "pixel_values": batch["pixel_values"].flip(-1)}).loss != seen
+    config = importlib.import_module("peft").LoraConfig(r=8, target_modules=example.TARGETS)
+    adapted = importlib.import_module("peft").get_peft_model(model, config)
+    trained = [name for name, p in adapted.named_parameters() if p.requires_grad]
+    assert len(trained) == 2 * 4 * 2 and not any("vision_model" in name for name in trained)
 
 
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("*.py")), ids=lambda path: path.name)
