@@ -34,8 +34,9 @@ class CompressionConfig(ConfigFile):
             function of 1 to 4 bits ("steps3": few-bit backward), or the derivative's value in 2 to 8 bits ("values8").
             Gated MLPs keep gate and up exactly under every variant.
         norm_variant: What a norm keeps: its "input" (exact) or its "output" (Tempo).
-        attention_variant: "statistics": keep the logsumexp of the exact q and k. "recomputed": run attention again in
-            backward on the stored tensors, which q and k in 4 bits require. "tempo": as "statistics", and eager
+        attention_variant: "statistics": keep the logsumexp of the exact q and k; with q and k in 8 bits its error grows
+            with the scores, and those of several hundreds overflow. "recomputed": run attention again in backward on
+            the stored tensors, which large scores and q and k in 4 bits require. "tempo": as "statistics", and eager
             attention keeps its probabilities once.
         loss_head: Patch the language-modelling head so that nothing of vocabulary size is kept for backward.
         overrides: Codecs of single layers, as (dotted part of a module's name, field, codec): ``("layers.3", "mlp",

@@ -121,3 +121,21 @@ def test_options_that_do_not_fit() -> None:
         CompressionConfig(norm="topk10")
     with pytest.raises(UnknownOptionError, match="steps3"):
         CompressionConfig(activation_variant="steps9")
+
+
+@pytest.mark.parametrize("times", [1, 30, 100])
+def test_attention_that_runs_again_bears_large_scores(times: float) -> None:
+    """Statistics of the exact q and k do not fit rounded ones where scores are large."""
+    stock = BY_NAME["llama"].build()
+    for name, p in stock.named_parameters():
+        if "q_proj" in name or "k_proj" in name:
+            p.data.mul_(times)
+    batch, errors = BY_NAME["llama"].make_batch("none"), {}
+    _, expected = step(stock, batch)
+    for variant in ("statistics", "recomputed"):
+        config = CompressionConfig.from_preset("int8", attention_variant=variant)
+        _, found = step(patch_model(copy.deepcopy(stock), config), batch)
+        difference = sum(float((found[name] - x).square().sum()) for name, x in expected.items())
+        errors[variant] = (difference / sum(float(x.square().sum()) for x in expected.values())) ** 0.5
+    assert errors["recomputed"] < 0.01
+    assert times == 1 or errors["statistics"] > 5 * errors["recomputed"]
