@@ -173,6 +173,9 @@ def _apart(halves: Halves, readers: dict[int, int]) -> tuple[int, ...]:
         halves.grads[i] = node
         halves.grads += parts
         repeats += [i] * len(parts)
+    if repeats:
+        # a part that is read on the way stays until it is returned
+        halves.backward.graph.output_node().args = (tuple(halves.grads),)
     return tuple(repeats)
 
 
