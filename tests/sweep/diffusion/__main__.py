@@ -31,7 +31,9 @@ def main() -> int:
     found = {name for package in PACKAGES for name in classes(package)}
     if options.keep:
         done = {row.model for row in rows}
-        rows += [row for row in table.read(options.out) if row.model not in done and row.model in found - SKIPPED.keys()]
+        rows += [
+            row for row in table.read(options.out) if row.model not in done and row.model in found - SKIPPED.keys()
+        ]
     table.write(rows, {name: why for name, why in SKIPPED.items() if name in found}, options.out)
     return int(any(row.failures for row in rows))
 

@@ -17,11 +17,11 @@ from ..compare import Step, Verdict, compare, distance, same
 from ..pair import Row, said
 from ..step import Outcome, jittered, roughened, seed_all
 from .classes import parameters
-from .inputs import batch
 from .given import INPUTS
+from .inputs import batch
 from .overrides import CONFIGS
 from .sizes import tiny
-from .ways import Batch, LeftOut, Way, adapt, exact_step, kept, prepared, stepped
+from .ways import WAYS, Batch, LeftOut, Way, adapt, exact_step, kept, prepared, stepped
 
 # a config with more parameters than this is not tiny
 TOO_LARGE = 20_000_000
@@ -74,8 +74,7 @@ def _saved(row: Row, name: str) -> float | None:
 
 def _one_way(row: Row, model: Any, inputs: Batch, way: Way) -> None:
     base = adapt(prepared(model, Way(""))) if way.adapted else model
-    stock = prepared(base, way)
-    theirs = stepped(stock, inputs, way)
+    stock, theirs = _stocks(base, inputs, way)
     if not all(bool(g.isfinite().all()) for g in theirs.gradients.values()):
         raise ValueError(f"{way.name}: stock's gradients are not finite")
     if not any(bool(g.any()) for g in theirs.gradients.values()):
@@ -88,11 +87,24 @@ def _one_way(row: Row, model: Any, inputs: Batch, way: Way) -> None:
     except Exception as error:
         row.failures[way.name] = [f"exception: {said(error)}"]
         return
-    _note(row, way, _verdict(mine, theirs, way, _repeated(base, inputs, way)))
+    _note(row, way, verdict_of(mine, theirs, way, _repeated(base, inputs, way)))
     _note_unpatched(row, way, ours, stock, inputs)
 
 
-def _verdict(ours: Outcome, stock: Outcome, way: Way, step: Step) -> Verdict:
+def _stocks(base: Any, inputs: Batch, way: Way) -> tuple[Any, Outcome]:
+    """Stock's model and step. A way that stock itself cannot go is left out, but for the first one."""
+    try:
+        stock = prepared(base, way)
+        return stock, stepped(stock, inputs, way)
+    except (LeftOut, MemoryError):
+        raise
+    except Exception as error:
+        if way == WAYS[0]:
+            raise
+        raise LeftOut(f"stock: {said(error)}") from error
+
+
+def verdict_of(ours: Outcome, stock: Outcome, way: Way, step: Step) -> Verdict:
     """By the law for exact presets. Under lossy ones gradients may be off by some percent, and outputs by nothing."""
     if way.preset == "exact":
         return compare(ours, stock, way.dtype, step)

@@ -35,7 +35,7 @@ _AXES = {2: (8, 8), 3: (4, 6, 6), 4: (4, 4, 4, 4)}
 
 
 def tiny(cls: Any, changed: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of the class that are not left at their defaults: what is asked for, and what a row makes smaller."""
+    """The arguments of the class that do not keep their defaults: what a row makes smaller, and what is asked for."""
     given = parameters(cls.__init__)
     sizes = {name: _size_of(name, default) for name, default in given.items()}
     return {**{name: size for name, size in sizes.items() if size is not None}, **changed}

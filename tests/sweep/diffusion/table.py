@@ -55,7 +55,9 @@ def medians(rows: list[Row]) -> dict[str, float]:
 def text(rows: list[Row], skipped: dict[str, str], head: dict[str, object]) -> str:
     days = sorted({row.measured for row in rows if row.measured})
     out = ["# The sweep over diffusers' models", ""]
-    out += [f"torch {head['torch']}, diffusers {head['diffusers']}, {' to '.join(dict.fromkeys(days[:1] + days[-1:]))}:"]
+    out += [
+        f"torch {head['torch']}, diffusers {head['diffusers']}, {' to '.join(dict.fromkeys(days[:1] + days[-1:]))}:"
+    ]
     out += ["`python -m tests.sweep.diffusion`. Tiny models on a CPU; a share is what a patched model keeps of stock's"]
     out += ["bytes between forward and backward, with a loss that keeps nothing.", "", "| what | count |", "|---|---|"]
     out += [f"| {name} | {number} |" for name, number in counts(rows, skipped).items()]
