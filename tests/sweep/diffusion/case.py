@@ -75,10 +75,6 @@ def _saved(row: Row, name: str) -> float | None:
 def _one_way(row: Row, model: Any, inputs: Batch, way: Way) -> None:
     base = adapt(prepared(model, Way(""))) if way.adapted else model
     stock, theirs = _stocks(base, inputs, way)
-    if not all(bool(g.isfinite().all()) for g in theirs.gradients.values()):
-        raise ValueError(f"{way.name}: stock's gradients are not finite")
-    if not any(bool(g.any()) for g in theirs.gradients.values()):
-        raise ValueError(f"{way.name}: all of stock's gradients are zero")
     try:
         ours = prepared(base, way, lambda copied: patch_model(copied, way.preset, strict=False))
         mine = stepped(ours, inputs, way)
@@ -95,7 +91,12 @@ def _stocks(base: Any, inputs: Batch, way: Way) -> tuple[Any, Outcome]:
     """Stock's model and step. A way that stock itself cannot go is left out, but for the first one."""
     try:
         stock = prepared(base, way)
-        return stock, stepped(stock, inputs, way)
+        outcome = stepped(stock, inputs, way)
+        if not all(bool(g.isfinite().all()) for g in outcome.gradients.values()):
+            raise ArithmeticError("gradients are not finite")
+        if not any(bool(g.any()) for g in outcome.gradients.values()):
+            raise ArithmeticError("all gradients are zero")
+        return stock, outcome
     except (LeftOut, MemoryError):
         raise
     except Exception as error:

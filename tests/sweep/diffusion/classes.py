@@ -10,7 +10,7 @@ from typing import Any
 from diffusers import ModelMixin
 
 # the packages of diffusers.models whose classes are compared
-PACKAGES = ("transformers", "unets")
+PACKAGES = ("transformers", "unets", "controlnets")
 
 
 def classes(package: str) -> dict[str, Any]:

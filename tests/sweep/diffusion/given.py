@@ -9,6 +9,7 @@ import torch
 from diffusers.models.transformers.transformer_wan_animate_2 import WanAnimate2KVCache
 from torch import Tensor
 
+from . import controls
 from .inputs import FRAMES, ROWS, SIDE, WORDS, noise, ones
 from .sizes import CHANNELS, HEAD, TEXT, WIDTH
 
@@ -262,3 +263,4 @@ INPUTS: dict[str, Callable[[Config], dict[str, Any]]] = {
         "t": torch.tensor([0.3, 0.7]), "cap_feats": [noise(WORDS, TEXT, seed=i) for i in range(ROWS)],
     },
 }  # fmt: skip
+INPUTS |= controls.INPUTS

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from . import controls
 from .inputs import FRAMES, SIDE, WORDS
 from .sizes import CHANNELS, HEAD, HEADS, TEXT, WIDTH
 
@@ -75,6 +76,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     },
     "WanVACETransformer3DModel": {"vace_layers": [0, 1]},
 }  # fmt: skip
+# the same for UNets
 UNETS: dict[str, dict[str, Any]] = {
     "DreamLiteUNetModel": {**_STAGES, "block_out_channels": (32, WIDTH, WIDTH), "attention_head_dim": HEAD},
     "I2VGenXLUNet": {
@@ -119,10 +121,11 @@ UNETS: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 2, "num_res_blocks": 1, "intermediate_size": 2 * WIDTH, "sample_size": SIDE,
     },
 }  # fmt: skip
-CONFIGS |= UNETS
+CONFIGS |= UNETS | controls.CONFIGS
 
 _FLEX = "flex_attention, which it needs, has no backward on a CPU"
 SKIPPED = {
+    **controls.SKIPPED,
     "AnyFlowFARTransformer3DModel": _FLEX,
     "Kandinsky6SRTransformer3DModel": _FLEX,
     "MotionAdapter": "its modules are put into a UNetMotionModel; it has no forward of its own",
