@@ -39,6 +39,7 @@ def counts(rows: list[Row], skipped: dict[str, str]) -> dict[str, int]:
         "classes skipped": len(skipped),
         "ways passed": sum(len(row.passed) for row in rows),
         "of them bit-equal": sum(len(row.bit_equal) for row in rows),
+        "of them compared without fp64": sum(len(row.tolerance) for row in rows),
         "ways left out": sum(len(row.left_out) for row in rows),
         "ways wrong": len(failures) - crashed,
         "ways crashed": crashed,
@@ -70,6 +71,8 @@ def text(rows: list[Row], skipped: dict[str, str], head: dict[str, object]) -> s
     out += [f"| {row.type} | {row.model} | " + " | ".join(_cell(row, name) for name in names) + " |" for row in rows]
     out += ["", "## Failures", "", "| class | way | what |", "|---|---|---|"]
     out += [f"| {r.model} | {way} | {_short(said[0])} |" for r in rows for way, said in r.failures.items()]
+    out += ["", "## Ways left out", "", "| class | way | why |", "|---|---|---|"]
+    out += [f"| {r.model} | {way} | {_short(why)} |" for r in rows for way, why in r.left_out.items()]
     out += ["", "## Skipped", "", "| class | why |", "|---|---|"]
     out += [f"| {name} | {_short(why)} |" for name, why in sorted(skipped.items())]
     return "\n".join(out) + "\n"
