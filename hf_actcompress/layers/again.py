@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,8 +44,15 @@ class MadeAgain:
         declare(y, self.code, *sources)
 
 
-def made_again(halves: Halves, place: int, y: Node) -> MadeAgain | None:
-    """How an output is made again from kept tensors by cheap nodes; None if it is not."""
+def made_again(halves: Halves, place: int, y: Node, orders: Mapping[Node, Sequence[int]]) -> MadeAgain | None:
+    """How an output is made again from kept tensors by cheap nodes; None if it is not.
+
+    Args:
+        halves: The graphs.
+        place: The place of the output.
+        y: The output.
+        orders: Of kept tensors that are packed as they lie in memory: their dimensions in that order.
+    """
     if y in halves.kept or y.op == "placeholder" or not y.meta["val"].is_floating_point():
         return None
     needs: list[Node] = []
@@ -65,14 +72,22 @@ def made_again(halves: Halves, place: int, y: Node) -> MadeAgain | None:
     if len(needs) > _SOURCES:
         return None
     graph = Graph()
-    copied = {x: graph.placeholder(x.name) for x in needs}
+    given = [graph.placeholder(x.name) for x in needs]
+    copied = {x: _put_back(graph, node, orders.get(x)) for x, node in zip(needs, given, strict=True)}
     for x in halves.forward.graph.nodes:
         if x in seen and x not in copied:
             copied[x] = graph.node_copy(x, copied.__getitem__)
-    run = forward_code(graph, [copied[x] for x in needs], [copied[y]], [])
+    run = forward_code(graph, given, [copied[y]], [])
     inputs = halves.inputs
     own = tuple(x not in inputs for x in needs)
     return MadeAgain(place, _First(run), tuple(halves.kept.index(x) for x in needs), own)
+
+
+def _put_back(graph: Graph, x: Node, order: Sequence[int] | None) -> Node:
+    """A tensor whose dimensions are in another order, as the graph knows it."""
+    if order is None:
+        return x
+    return graph.call_function(torch.ops.aten.permute.default, (x, [order.index(i) for i in range(len(order))]))
 
 
 class _First:

@@ -111,7 +111,8 @@ def make_plan(joint: Joint, again: Recompute, others: Others | None = None) -> L
     outside = tuple(Outside(i, IDENTITY) for i, x in enumerate(halves.kept) if _is_activation(x, known, joint))
     inside = [halves.kept[x.place] for x in packed if not x.outside]
     code = BackwardCode(halves, {x.place: opening(x) for x in packed} | {x.place: opened for x in outside})
-    outputs = [] if recomputes else [made_again(halves, i, y) for i, y in enumerate(halves.outputs)]
+    orders = {halves.kept[x.place]: x.order for x in packed if not x.outside and x.order is not None}
+    outputs = [] if recomputes else [made_again(halves, i, y, orders) for i, y in enumerate(halves.outputs)]
     return LayerPlan(
         forward=forward_code(halves.forward.graph, inputs, halves.outputs, [*inner, *halves.sizes], inside),
         inputs=len(inputs),
@@ -174,6 +175,9 @@ def _apart(halves: Halves, readers: dict[int, int]) -> tuple[int, ...]:
         halves.grads[i] = node
         halves.grads += parts
         repeats += [i] * len(parts)
+    if repeats:
+        # a part that is read on the way stays until it is returned
+        halves.backward.graph.output_node().args = (tuple(halves.grads),)
     return tuple(repeats)
 
 

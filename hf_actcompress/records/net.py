@@ -81,13 +81,15 @@ class Net(Netting):
     def pack(self, x: Tensor) -> Held:
         """What autograd holds in place of x [any shape], which is being saved."""
         # the current node's number, which it has before it saves; read it now, because a proof may make further nodes
-        number = next_sequence_number() - 1
+        # torch's checkpointing saves its inputs without a node
+        number = None if is_saved_by_checkpointing(1) else next_sequence_number() - 1
         if self._parts is not None:
             self._parts.settle()
         own = own_tensors.take(x)
         held = None if own or current.call is None else current.call.pack(x)
         held = held or self._smaller(x, own) or self._whole(x)
-        self._by_node.setdefault(number, []).append(weakref.ref(held))
+        if number is not None:
+            self._by_node.setdefault(number, []).append(weakref.ref(held))
         if x.grad_fn is not None and not x._version:
             self._outputs.setdefault((x.grad_fn._sequence_nr(), x.output_nr), weakref.ref(held))
         return counted(held)

@@ -42,6 +42,7 @@ class Row:
         saved_dropout: The same for exact, with dropout on.
         stays: The module that keeps most of the remaining bytes under the exact preset.
         measured: The day of these four.
+        kept: The share of stock's kept bytes that stays, by way (the sweep over diffusers alone).
     """
 
     type: str
@@ -59,6 +60,7 @@ class Row:
     saved_dropout: float | None = None
     stays: str = ""
     measured: str = ""
+    kept: dict[str, float] = field(default_factory=dict)
     parameters: int = 0
     patched: int = 0
     seconds: float = 0.0
