@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
 
 from ...errors import ModelConfigError, UnknownOptionError
+from ...quick.diffusion import CLASS, Latents, diffusion_config, latents_of
 from ..measurement.compiled import compiled_modules, uncompiled
 from .assembly import ENGINES
+from .fake_step.latents import class_of
 
 DEVICES = ("cuda", "cpu")
 
@@ -38,3 +41,31 @@ def check_processes(compiled: bool, fsdp: int, zero: int | None, processes: int,
         raise ModelConfigError("processes is a number of them, with or without zero (stage 2 or 3) and without fsdp")
     if trl and (compiled or fsdp > 1):
         raise ModelConfigError('TRL\'s head is estimated without fsdp and with engine="eager"')
+
+
+def latents_for(source: Any, sizes: Mapping[str, int | None]) -> Latents | None:
+    """The latents of a model of diffusers; None for a model of transformers.
+
+    Args:
+        source: The model, its config, or a name, as for `estimate`.
+        sizes: Height and width in pixels, frames and tokens of the caption; None: as usual.
+
+    Raises:
+        ModelConfigError: A class or a size that is not known, or a size for a model of transformers.
+    """
+    whole = uncompiled(source) if isinstance(source, nn.Module) else None
+    config: Any = diffusion_config(source) if whole is None else getattr(whole, "config", None)
+    name = class_of(whole) if whole is not None else config and config[CLASS]
+    if name:
+        return latents_of(name, config, **sizes)
+    given = [option for option, size in sizes.items() if size is not None]
+    if given:
+        raise ModelConfigError(f"{given[0]} is of the pictures of a model of diffusers; for this model pass seq_len")
+    return None
+
+
+def check_diffusion(**options: Any) -> None:
+    """Raise ModelConfigError for an option that is not estimated for models of diffusers."""
+    given = [name for name, value in options.items() if value]
+    if given:
+        raise ModelConfigError(f"{given[0]} is not estimated for a model of diffusers; leave it out")

@@ -17,7 +17,7 @@ def estimate(
     model: Any,
     *,
     batch_size: int,
-    seq_len: int,
+    seq_len: int | None = None,
     config: CompressionConfig | Configured | str | None = "exact",
     dtype: torch.dtype | str | None = None,
     optimizer: str = "adamw",
@@ -33,6 +33,10 @@ def estimate(
     zero: int | None = None,
     processes: int = 1,
     trl: bool = False,
+    height: int | None = None,
+    width: int | None = None,
+    frames: int | None = None,
+    text_tokens: int | None = None,
 ) -> Estimate:
     """Memory of a training by part. It needs no weights, no GPU and no real step; a model of any size takes seconds.
 
@@ -42,8 +46,8 @@ def estimate(
     than this, so for it the estimate is an upper bound.
 
     Args:
-        model: A module (stock or patched; it is not changed), a transformers config, or a name: a folder with a
-            config.json, a JSON file, or a model of the Hugging Face hub, of which only the config is read.
+        model: A module (stock or patched; it is not changed), a config, or a name: a folder with a config.json, that of
+            a pipeline of diffusers, a JSON file, or a model of the Hugging Face hub, of which only the config is read.
         batch_size, seq_len: Sequences, and tokens per sequence; for images seq_len is ignored. In a vision-language
             model each sequence has one picture, whose tokens are among the `seq_len`; a note says how large it is.
         config: What the model is patched with: a preset's name, a config, or an object that carries one. None or
@@ -71,6 +75,8 @@ def estimate(
             gives each the whole model. The batch and all bytes are those of one process.
         trl: Use the loss of TRL's trainers, whose fused head never makes the whole logits, for stock and patched
             models. By default the model's own loss is used.
+        height, width, frames, text_tokens: For a model of diffusers (Flux, SD3, Wan, LTX, UNet) in place of `seq_len`:
+            pixels and frames of a sample, and tokens of its caption; by default those of its pipeline.
 
     Returns:
         The estimate: bytes by part and by role, `.print()`, `.to_json()`.
@@ -96,5 +102,9 @@ def estimate(
         zero=zero,
         processes=processes,
         trl=trl,
+        height=height,
+        width=width,
+        frames=frames,
+        text_tokens=text_tokens,
     )
-    return several.replayed(batch_size, seq_len, config, gradient_checkpointing)
+    return several.replayed(batch_size, several.tokens(seq_len), config, gradient_checkpointing)

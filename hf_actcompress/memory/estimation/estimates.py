@@ -13,7 +13,7 @@ from torch import nn
 from ...config import CompressionConfig, Configured, resolve
 from ...errors import ModelConfigError
 from .assembly import About, assembled, name_of
-from .checks import check_processes, is_compiled
+from .checks import check_diffusion, check_processes, is_compiled, latents_for
 from .extrapolation import Extrapolated, whole_step
 from .fake_step.cuda_rules import BLOCK
 from .fake_step.setting import Setting
@@ -40,7 +40,7 @@ class Estimates:
 
     Args:
         model, dtype, optimizer, lora, device, autocast, engine, quantization, trust_remote_code,
-            target_len, fsdp, zero, processes, trl: As for `estimate`.
+            target_len, fsdp, zero, processes, trl, height, width, frames, text_tokens: As for `estimate`.
 
     Raises:
         ActCompressError: One of the errors of `estimate`.
@@ -63,15 +63,26 @@ class Estimates:
         zero: int | None = None,
         processes: int = 1,
         trl: bool = False,
+        height: int | None = None,
+        width: int | None = None,
+        frames: int | None = None,
+        text_tokens: int | None = None,
     ) -> None:
         compiled = is_compiled(model, device, engine)
         check_processes(compiled, fsdp, zero, processes, trl)
+        sizes = {"height": height, "width": width, "frames": frames, "text_tokens": text_tokens}
+        if (latents := latents_for(model, sizes)) is not None:
+            check_diffusion(
+                **{'engine="compile"': compiled, "fsdp": fsdp > 1, "trl": trl},
+                target_len=target_len,
+                quantization=quantization,
+            )
         self._zero = None if zero is None else Zero(zero, processes)
         self._ddp = zero is None and processes > 1
         if zero is not None:
             dtype, autocast = autocast or dtype, None
         self._rule = optimizer_rule(optimizer)
-        self._setting = Setting(1, 1, None, device == "cuda", dtype_of(autocast), compiled, target_len, fsdp, trl)
+        self._setting = Setting(1, 1, None, device == "cuda", dtype_of(autocast), compiled, target_len, fsdp, trl, latents)
         self._source = (model, dtype_of(dtype), lora, False, quantization, trust_remote_code)
         # whether checkpointing is switched on -> the model
         self._models: dict[bool, nn.Module] = {}
@@ -107,6 +118,19 @@ class Estimates:
     def _alike(self) -> bool | None:
         """True if further layers added the same bytes under any config so far; None if that is not known."""
         return any(found.alike for found in self._latest.values()) or None
+
+    def tokens(self, seq_len: int | None) -> int:
+        """Tokens of a sample: `seq_len`, or those of the latents of a model of diffusers.
+
+        Raises:
+            ModelConfigError: A length was given for a model of diffusers, or none for a model of transformers.
+        """
+        latents = self._setting.latents
+        if latents is None and seq_len is None:
+            raise ModelConfigError("seq_len is missing: pass how many tokens a sequence has")
+        if latents is not None and seq_len is not None:
+            raise ModelConfigError("seq_len is of models of transformers; for one of diffusers pass height and width")
+        return seq_len if latents is None else latents.tokens  # type: ignore[return-value]
 
     @property
     def model(self) -> nn.Module:
