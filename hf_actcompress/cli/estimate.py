@@ -9,17 +9,18 @@ from typing import Annotated, Any
 import typer
 
 from . import flags
+from . import latents as of_diffusers
 from .assumptions import assumed
 from .cache import Answer, place_of, read, write
 from .common import Exit, busy, progress, writable, wrote
 from .estimate_table import EstimateTable, as_data, rows
 from .estimate_text import explanation, text_of, text_row, text_table
 from .flags import card_option, check_presets, lora_of, precision, quantization_of
+from .latents import latents_in, rows_for
 from .lengths import Lengths, lengths_in, steps_of
 from .process import for_estimates
 from .quick import by_formula, check_file
 from .remedies import remedies
-from .strategies import chosen
 
 Preset = Annotated[
     list[str] | None,
@@ -28,10 +29,15 @@ Preset = Annotated[
 
 
 def estimate(
+    context: typer.Context,
     model: flags.Model,
     batch_size: flags.BatchSize = 1,
     seq_len: flags.SeqLen = 512,
     lengths: Lengths = None,
+    height: of_diffusers.Height = None,
+    width: of_diffusers.Width = None,
+    frames: of_diffusers.Frames = None,
+    text_tokens: of_diffusers.TextTokens = None,
     gpu: flags.Gpu = None,
     max_context: flags.MaxContext = False,
     preset: Preset = None,
@@ -69,8 +75,11 @@ def estimate(
     options |= {"lora": lora_of(lora or qlora, lora_rank), "quantization": quantization_of(quantization, qlora)}
     options |= _processes(fsdp, zero, processes) | {"engine": engine, "target_len": target_len, "trl": trl}
     options["trust_remote_code"] = trust_remote_code
+    options |= {"height": height, "width": width, "frames": frames, "text_tokens": text_tokens}
+    latents = latents_in(context, model, options)
+    seq_len = seq_len if latents is None else latents.tokens
     asked = model, batch_size, seq_len, options, room, gpu, max_context, preset or [], steps_of(samples, batch_size)
-    table = EstimateTable(*asked, as_json, has_page=html is not None)
+    table = EstimateTable(*asked, as_json, has_page=html is not None, latents=latents)
     _answered(table, html, quick, no_cache)
 
 
@@ -129,7 +138,8 @@ def _computed(table: EstimateTable) -> Answer:
 
 def _fill(table: EstimateTable) -> None:
     """Compute the rows and everything below them, and print each row as soon as it is known."""
-    strategies, room, sizes = chosen(table.presets), table.room, (table.batch_size, table.seq_len)
+    strategies, room = rows_for(table.presets, table.latents), table.room
+    sizes = table.batch_size, table.seq_len
     names = [strategy.name for strategy in strategies]
     with busy(f"estimating {table.model}: {names[0]}"):
         from ..memory.estimation.estimates import Estimates
@@ -155,4 +165,4 @@ def _fill(table: EstimateTable) -> None:
     table.evaluation_bytes = several.evaluation_bytes(*sizes)
     dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in several.model.parameters()})
     packed = table.options["quantization"] or packed_as(several.model)
-    table.assumed = assumed({**table.options, "quantization": packed}, *sizes, dtypes)
+    table.assumed = assumed({**table.options, "quantization": packed}, *sizes, dtypes, table.latents)

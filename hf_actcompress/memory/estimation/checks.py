@@ -69,3 +69,10 @@ def check_diffusion(**options: Any) -> None:
     given = [name for name, value in options.items() if value]
     if given:
         raise ModelConfigError(f"{given[0]} is not estimated for a model of diffusers; leave it out")
+
+
+def refuse_diffusion(source: Any) -> None:
+    """Raise ModelConfigError for a model of diffusers, of which there is an estimate and nothing else."""
+    name = class_of(uncompiled(source)) if isinstance(source, nn.Module) else (diffusion_config(source) or {}).get(CLASS)
+    if name is not None:
+        raise ModelConfigError(f"{name} is of diffusers, whose models `estimate` takes; this is for those of transformers")

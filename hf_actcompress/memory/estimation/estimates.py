@@ -105,6 +105,8 @@ class Estimates:
         other = copy.copy(self)
         if optimizer is not None:
             other._rule, other._states = optimizer_rule(optimizer), {}
+        if quantization and self._setting.latents is not None:
+            check_diffusion(quantization=quantization)
         if lora is not None or quantization is not None:
             source = list(self._source)
             source[2], source[4] = lora or source[2], quantization or source[4]
