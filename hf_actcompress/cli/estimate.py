@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -68,19 +69,33 @@ def estimate(
     context), what is kept for backward, whether it fits on the card, the largest batch that fits, the extra time, and
     the effect on gradients. Exits with code 1 if no row (of --preset, if given) fits on --gpu.
     """
-    room, html, samples = _card(gpu, max_context), writable("--html", html), lengths_in(lengths)
+    _card(gpu, max_context)
+    html = writable("--html", html)
+    # what is not named here is in the context's parameters
+    _answered(_table(context, lengths_in(lengths), has_page=html is not None), html, quick, no_cache)
+
+
+def _table(context: typer.Context, samples: list[int], *, has_page: bool) -> EstimateTable:
+    """The question, as a table without rows. `samples` are the lengths of a data set."""
+    given = context.params
+    model, batch_size, gpu, preset = (given[name] for name in ("model", "batch_size", "gpu", "preset"))
     check_presets(*(preset or ()))
-    seq_len, (weights, autocast) = max(samples, default=seq_len), precision(dtype, bf16, fp16)
-    options: dict[str, Any] = {"dtype": weights, "autocast": autocast, "optimizer": optimizer, "device": device}
-    options |= {"lora": lora_of(lora or qlora, lora_rank), "quantization": quantization_of(quantization, qlora)}
-    options |= _processes(fsdp, zero, processes) | {"engine": engine, "target_len": target_len, "trl": trl}
-    options["trust_remote_code"] = trust_remote_code
-    options |= {"height": height, "width": width, "frames": frames, "text_tokens": text_tokens}
+    options = _options(given)
     latents = latents_in(context, model, options)
-    seq_len = seq_len if latents is None else latents.tokens
-    asked = model, batch_size, seq_len, options, room, gpu, max_context, preset or [], steps_of(samples, batch_size)
-    table = EstimateTable(*asked, as_json, has_page=html is not None, latents=latents)
-    _answered(table, html, quick, no_cache)
+    seq_len = max(samples, default=given["seq_len"]) if latents is None else latents.tokens
+    asked = model, batch_size, seq_len, options, _card(gpu, False), gpu, given["max_context"], list(preset or ())
+    return EstimateTable(*asked, steps_of(samples, batch_size), given["as_json"], has_page, latents)
+
+
+def _options(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of `Estimates`, from those of the command."""
+    weights, autocast = precision(given["dtype"], given["bf16"], given["fp16"])
+    options: dict[str, Any] = {"dtype": weights, "autocast": autocast}
+    options["lora"] = lora_of(given["lora"] or given["qlora"], given["lora_rank"])
+    options["quantization"] = quantization_of(given["quantization"], given["qlora"])
+    options |= _processes(given["fsdp"], given["zero"], given["processes"])
+    as_they_are = ("optimizer", "device", "engine", "target_len", "trl", "trust_remote_code", *of_diffusers.SIZES)
+    return options | {name: given[name] for name in as_they_are}
 
 
 def _card(gpu: str | None, max_context: bool) -> int | None:

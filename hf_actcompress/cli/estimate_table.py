@@ -15,8 +15,8 @@ from .remedies import Remedy
 from .strategies import MOST, Row, Strategy
 
 if TYPE_CHECKING:
-    from ..quick.diffusion import Latents
     from ..memory.estimation.estimates import Estimates
+    from ..quick.diffusion import Latents
 
 COLUMNS = ("strategy", "peak", "kept", "fits", "largest batch", "longest", "extra time", "gradients")
 # the most estimates that a search for the largest batch size may take

@@ -50,7 +50,7 @@ def with_adapter(model: Any, lora: Any) -> nn.Module:
     """A model of diffusers with LoRA by its own `add_adapter`; all its other weights are frozen.
 
     Args:
-        lora: True (peft's default rank, on the queries, keys, values and outputs of attention), a rank, or a LoraConfig.
+        lora: True (peft's default rank, on attention's queries, keys, values and outputs), a rank, or a LoraConfig.
 
     Raises:
         MissingExtraError: peft is not installed.

@@ -1,4 +1,4 @@
-"""Models of diffusers: where their configs are, and how large the latents of a picture or a video are. Imports no torch.
+"""Models of diffusers: where their configs are, and how large the latents of pictures and videos are. No torch here.
 
 The factors are those of the VAEs that the pipelines of these classes have, and sizes that are not given are the
 pipelines' own.
@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 from ..errors import ModelConfigError
 from .hub import CONFIG_NAME, local_path
@@ -38,8 +38,17 @@ class Pictures:
     text_tokens: int
 
 
+class PictureSizes(TypedDict, total=False):
+    """Fields of `Pictures` as options; None: as usual."""
+
+    height: int | None
+    width: int | None
+    frames: int | None
+    text_tokens: int | None
+
+
 @dataclass(frozen=True)
-class Family:
+class LatentSizes:
     """The latents of one class of models.
 
     Args:
@@ -57,11 +66,11 @@ class Family:
 
 # a UNet has no tokens: here it is its latents
 FAMILIES = {
-    "FluxTransformer2DModel": Family(Pictures(1024, 1024, 1, 512)),
-    "SD3Transformer2DModel": Family(Pictures(1024, 1024, 1, 333)),
-    "WanTransformer3DModel": Family(Pictures(480, 832, 81, 512), frames=4),
-    "LTXVideoTransformer3DModel": Family(Pictures(512, 704, 161, 128), factor=32, patch=1, frames=8),
-    "UNet2DConditionModel": Family(Pictures(512, 512, 1, 77), patch=1),
+    "FluxTransformer2DModel": LatentSizes(Pictures(1024, 1024, 1, 512)),
+    "SD3Transformer2DModel": LatentSizes(Pictures(1024, 1024, 1, 333)),
+    "WanTransformer3DModel": LatentSizes(Pictures(480, 832, 81, 512), frames=4),
+    "LTXVideoTransformer3DModel": LatentSizes(Pictures(512, 704, 161, 128), factor=32, patch=1, frames=8),
+    "UNet2DConditionModel": LatentSizes(Pictures(512, 512, 1, 77), patch=1),
 }
 
 
@@ -113,7 +122,7 @@ def config_path(path: Path) -> Path:
     return next((file for file in (path / CONFIG_NAME, *inside) if file.exists()), path / CONFIG_NAME)
 
 
-def family_of(name: str) -> Family:
+def family_of(name: str) -> LatentSizes:
     """The family of a class. Raises ModelConfigError for one that is not known here."""
     if name not in FAMILIES:
         raise ModelConfigError(
@@ -122,7 +131,7 @@ def family_of(name: str) -> Family:
     return FAMILIES[name]
 
 
-def latents_of(name: str, config: Mapping[str, Any], **sizes: int | None) -> Latents:
+def latents_of(name: str, config: Mapping[str, Any], **sizes: Unpack[PictureSizes]) -> Latents:
     """The latents that a model of this class gets.
 
     Args:
@@ -134,7 +143,7 @@ def latents_of(name: str, config: Mapping[str, Any], **sizes: int | None) -> Lat
         ModelConfigError: The class is not known, or a size is none that the model takes.
     """
     family = family_of(name)
-    given = {field: size for field, size in sizes.items() if size is not None}
+    given: dict[str, Any] = {field: size for field, size in sizes.items() if size is not None}
     pictures = replace(family.usual, **given)
     factor = _WIDE_FACTOR if "Wan" in name and config.get("in_channels") == _WIDE_WAN else family.factor
     least = factor * family.patch

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
 
 from ...errors import ModelConfigError, UnknownOptionError
-from ...quick.diffusion import CLASS, Latents, diffusion_config, latents_of
+from ...quick.diffusion import CLASS, Latents, PictureSizes, diffusion_config, latents_of
 from ..measurement.compiled import compiled_modules, uncompiled
 from .assembly import ENGINES
 from .fake_step.latents import class_of
@@ -43,7 +42,7 @@ def check_processes(compiled: bool, fsdp: int, zero: int | None, processes: int,
         raise ModelConfigError('TRL\'s head is estimated without fsdp and with engine="eager"')
 
 
-def latents_for(source: Any, sizes: Mapping[str, int | None]) -> Latents | None:
+def latents_for(source: Any, sizes: PictureSizes) -> Latents | None:
     """The latents of a model of diffusers; None for a model of transformers.
 
     Args:
@@ -52,7 +51,11 @@ def latents_for(source: Any, sizes: Mapping[str, int | None]) -> Latents | None:
 
     Raises:
         ModelConfigError: A class or a size that is not known, or a size for a model of transformers.
+        TypeError: Another name of a size.
     """
+    unknown = sizes.keys() - PictureSizes.__annotations__
+    if unknown:
+        raise TypeError(f"there is no option {unknown.pop()!r}")
     whole = uncompiled(source) if isinstance(source, nn.Module) else None
     config: Any = diffusion_config(source) if whole is None else getattr(whole, "config", None)
     name = class_of(whole) if whole is not None else config and config[CLASS]
@@ -64,6 +67,21 @@ def latents_for(source: Any, sizes: Mapping[str, int | None]) -> Latents | None:
     return None
 
 
+def tokens_of(latents: Latents | None, seq_len: int | None) -> int:
+    """Tokens of a sample.
+
+    Raises:
+        ModelConfigError: A length was given for a model of diffusers, or none for a model of transformers.
+    """
+    if latents is not None and seq_len is not None:
+        raise ModelConfigError("seq_len is of models of transformers; for one of diffusers pass height and width")
+    if latents is not None:
+        return latents.tokens
+    if seq_len is None:
+        raise ModelConfigError("seq_len is missing: pass how many tokens a sequence has")
+    return seq_len
+
+
 def check_diffusion(**options: Any) -> None:
     """Raise ModelConfigError for an option that is not estimated for models of diffusers."""
     given = [name for name, value in options.items() if value]
@@ -73,6 +91,11 @@ def check_diffusion(**options: Any) -> None:
 
 def refuse_diffusion(source: Any) -> None:
     """Raise ModelConfigError for a model of diffusers, of which there is an estimate and nothing else."""
-    name = class_of(uncompiled(source)) if isinstance(source, nn.Module) else (diffusion_config(source) or {}).get(CLASS)
+    if isinstance(source, nn.Module):
+        name = class_of(uncompiled(source))
+    else:
+        name = (diffusion_config(source) or {}).get(CLASS)
     if name is not None:
-        raise ModelConfigError(f"{name} is of diffusers, whose models `estimate` takes; this is for those of transformers")
+        raise ModelConfigError(
+            f"{name} is of diffusers, whose models `estimate` takes; this is for transformers' models"
+        )

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 
 from ...config import CompressionConfig, Configured
+from ...quick.diffusion import PictureSizes
 from .estimates import Estimates
 from .result import Estimate
 
@@ -33,10 +34,7 @@ def estimate(
     zero: int | None = None,
     processes: int = 1,
     trl: bool = False,
-    height: int | None = None,
-    width: int | None = None,
-    frames: int | None = None,
-    text_tokens: int | None = None,
+    **sizes: Unpack[PictureSizes],
 ) -> Estimate:
     """Memory of a training by part. It needs no weights, no GPU and no real step; a model of any size takes seconds.
 
@@ -75,8 +73,8 @@ def estimate(
             gives each the whole model. The batch and all bytes are those of one process.
         trl: Use the loss of TRL's trainers, whose fused head never makes the whole logits, for stock and patched
             models. By default the model's own loss is used.
-        height, width, frames, text_tokens: For a model of diffusers (Flux, SD3, Wan, LTX, UNet) in place of `seq_len`:
-            pixels and frames of a sample, and tokens of its caption; by default those of its pipeline.
+        sizes: For a model of diffusers (Flux, SD3, Wan, LTX, UNet) in place of `seq_len`: height and width in pixels,
+            frames, and text_tokens, the tokens of a caption; by default those of its pipeline.
 
     Returns:
         The estimate: bytes by part and by role, `.print()`, `.to_json()`.
@@ -87,6 +85,7 @@ def estimate(
         UnknownOptionError: An unknown preset, optimizer, dtype, device or engine.
         MissingExtraError: LoRA was asked for and peft is not installed.
     """
+    processing: dict[str, Any] = {"fsdp": fsdp, "zero": zero, "processes": processes, "trl": trl}
     several = Estimates(
         model,
         dtype=dtype,
@@ -98,13 +97,7 @@ def estimate(
         quantization=quantization,
         trust_remote_code=trust_remote_code,
         target_len=target_len,
-        fsdp=fsdp,
-        zero=zero,
-        processes=processes,
-        trl=trl,
-        height=height,
-        width=width,
-        frames=frames,
-        text_tokens=text_tokens,
+        **processing,
+        **sizes,
     )
     return several.replayed(batch_size, several.tokens(seq_len), config, gradient_checkpointing)

@@ -47,7 +47,8 @@ def prediction(model: Any, batch: Mapping[str, Any]) -> Tensor:
 
 def prediction_loss(model: Any, batch: Mapping[str, Any]) -> Tensor:
     """The loss, in fp32 as in the scripts of diffusers."""
-    return (prediction(model, batch).float() - batch[TARGET].float()).square().mean()
+    target: Tensor = batch[TARGET]
+    return (prediction(model, batch).float() - target.float()).square().mean()
 
 
 def tensors_of(batch: Mapping[str, Any]) -> list[Tensor]:
