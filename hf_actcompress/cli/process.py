@@ -54,7 +54,8 @@ def one_thread() -> Iterator[None]:
 
 @contextmanager
 def without_bitsandbytes() -> Iterator[None]:
-    """Hide bitsandbytes from peft and diffusers, because to import it takes longer than to import peft: it imports torch's compiler.
+    """Hide bitsandbytes from peft and diffusers, because to import it takes longer than to import peft: it imports
+    torch's compiler.
 
     In a training, peft needs bitsandbytes to wrap its layers. An estimate has stand-ins of this package in their place.
     """
