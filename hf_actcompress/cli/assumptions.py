@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+from ..quick.diffusion import Latents
 from ..quick.question import LORA_RANK
 
 _DEFAULTS: dict[str, Any] = {
@@ -13,26 +14,35 @@ _DEFAULTS: dict[str, Any] = {
 }  # fmt: skip
 
 
-def assumed(options: Mapping[str, Any], batch_size: int, seq_len: int, dtypes: Iterable[str]) -> str:
+def assumed(
+    options: Mapping[str, Any], batch_size: int, seq_len: int, dtypes: Iterable[str], latents: Latents | None = None
+) -> str:
     """The line of assumptions.
 
     Args:
         options: Options of `Estimates`; those left out have their defaults, and without an optimizer none is named.
         batch_size, seq_len: Sequences, and tokens per sequence.
         dtypes: Dtypes of the weights; empty: those in the config.
+        latents: What a sample of a model of diffusers is.
     """
-    return ", ".join(_parts({**_DEFAULTS, **options}, f"{batch_size} x {seq_len}", "/".join(dtypes)))
+    batch = f"batch {batch_size} x {seq_len} without padding"
+    if latents is not None:
+        shown = latents.pictures
+        frames = f" x {shown.frames} frames" if shown.frames > 1 else ""
+        batch = f"batch {batch_size} x {shown.height} x {shown.width} pixels{frames}, {shown.text_tokens} text tokens"
+    return ", ".join(_parts({**_DEFAULTS, **options, "latents": latents}, batch, "/".join(dtypes)))
 
 
 def _parts(said: Mapping[str, Any], batch: str, dtypes: str) -> Iterator[str]:
-    yield f"batch {batch} without padding"
+    yield batch
     if said["target_len"]:
         yield f"labels of {said['target_len']} tokens"
     quantization = f" with {said['quantization']}" if said["quantization"] else ""
     yield f"weights {dtypes or 'as in the config'}{quantization}"
     yield f"autocast {said['autocast']}" if said["autocast"] and not said["zero"] else "no autocast"
     if said["lora"]:
-        yield f'LoRA of rank {LORA_RANK if said["lora"] is True else said["lora"]} on peft\'s "all-linear"'
+        layers = 'peft\'s "all-linear"' if said["latents"] is None else "to_q, to_k, to_v, to_out.0 by add_adapter"
+        yield f"LoRA of rank {LORA_RANK if said['lora'] is True else said['lora']} on {layers}"
     else:
         yield "all weights trained"
     if said["optimizer"]:
@@ -41,7 +51,8 @@ def _parts(said: Mapping[str, Any], batch: str, dtypes: str) -> Iterator[str]:
     yield f"engine {said['engine']}"
     # a command without the option does not name it
     other = "" if said["trl"] is None else " (--trl: TRL's)"
-    yield "the loss of TRL's fused head" if said["trl"] else f"the model's own loss{other}"
+    loss = "the loss of TRL's fused head" if said["trl"] else f"the model's own loss{other}"
+    yield loss if said["latents"] is None else "mean squared error of the prediction"
     if said["fsdp"] > 1:
         yield f"one of {said['fsdp']} processes under FSDP2"
     if said["processes"] > 1:

@@ -25,7 +25,7 @@ from .quick import config_of
 FOLDER = "ACTCOMPRESS_CACHE"
 # the most answers to keep; the oldest ones are deleted
 _MOST = 256
-_LIBRARIES = ("torch", "transformers", "peft", "triton")
+_LIBRARIES = ("torch", "transformers", "diffusers", "peft", "triton")
 _VARIABLES = ("TRITON_INTERPRET",)
 _PACKAGE = Path(__file__).parents[1]
 

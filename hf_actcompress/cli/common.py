@@ -124,9 +124,12 @@ def wrote(path: Path) -> None:
     typer.echo(f"wrote {path}", err=True)
 
 
-def patch_code(preset: str | None, checkpointing: bool = False, checkpoint_input: str | None = None) -> str:
-    """The lines that make a model train so."""
-    lines = ["model.gradient_checkpointing_enable()"] if checkpointing else []
+def patch_code(
+    preset: str | None, checkpointing: bool = False, checkpoint_input: str | None = None, *, diffusion: bool = False
+) -> str:
+    """The lines that make a model, of transformers or of diffusers, train so."""
+    enable = "enable_gradient_checkpointing" if diffusion else "gradient_checkpointing_enable"
+    lines = [f"model.{enable}()"] if checkpointing else []
     if preset is None:
         return "\n".join(lines)
     config, names = f'"{preset}"', "patch_model"

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from . import flags
+from . import latents as of_diffusers
 from .assumptions import assumed
 from .cache import Answer, place_of, read, write
 from .common import Exit, busy, progress, writable, wrote
 from .estimate_table import EstimateTable, as_data, rows
 from .estimate_text import explanation, text_of, text_row, text_table
 from .flags import card_option, check_presets, lora_of, precision, quantization_of
+from .latents import latents_in, rows_for
 from .lengths import Lengths, lengths_in, steps_of
 from .process import for_estimates
 from .quick import by_formula, check_file
 from .remedies import remedies
-from .strategies import chosen
 
 Preset = Annotated[
     list[str] | None,
@@ -28,10 +30,15 @@ Preset = Annotated[
 
 
 def estimate(
+    context: typer.Context,
     model: flags.Model,
     batch_size: flags.BatchSize = 1,
     seq_len: flags.SeqLen = 512,
     lengths: Lengths = None,
+    height: of_diffusers.Height = None,
+    width: of_diffusers.Width = None,
+    frames: of_diffusers.Frames = None,
+    text_tokens: of_diffusers.TextTokens = None,
     gpu: flags.Gpu = None,
     max_context: flags.MaxContext = False,
     preset: Preset = None,
@@ -62,16 +69,33 @@ def estimate(
     context), what is kept for backward, whether it fits on the card, the largest batch that fits, the extra time, and
     the effect on gradients. Exits with code 1 if no row (of --preset, if given) fits on --gpu.
     """
-    room, html, samples = _card(gpu, max_context), writable("--html", html), lengths_in(lengths)
+    _card(gpu, max_context)
+    html = writable("--html", html)
+    # what is not named here is in the context's parameters
+    _answered(_table(context, lengths_in(lengths), has_page=html is not None), html, quick, no_cache)
+
+
+def _table(context: typer.Context, samples: list[int], *, has_page: bool) -> EstimateTable:
+    """The question, as a table without rows. `samples` are the lengths of a data set."""
+    given = context.params
+    model, batch_size, gpu, preset = (given[name] for name in ("model", "batch_size", "gpu", "preset"))
     check_presets(*(preset or ()))
-    seq_len, (weights, autocast) = max(samples, default=seq_len), precision(dtype, bf16, fp16)
-    options: dict[str, Any] = {"dtype": weights, "autocast": autocast, "optimizer": optimizer, "device": device}
-    options |= {"lora": lora_of(lora or qlora, lora_rank), "quantization": quantization_of(quantization, qlora)}
-    options |= _processes(fsdp, zero, processes) | {"engine": engine, "target_len": target_len, "trl": trl}
-    options["trust_remote_code"] = trust_remote_code
-    asked = model, batch_size, seq_len, options, room, gpu, max_context, preset or [], steps_of(samples, batch_size)
-    table = EstimateTable(*asked, as_json, has_page=html is not None)
-    _answered(table, html, quick, no_cache)
+    options = _options(given)
+    latents = latents_in(context, model, options)
+    seq_len = max(samples, default=given["seq_len"]) if latents is None else latents.tokens
+    asked = model, batch_size, seq_len, options, _card(gpu, False), gpu, given["max_context"], list(preset or ())
+    return EstimateTable(*asked, steps_of(samples, batch_size), given["as_json"], has_page, latents)
+
+
+def _options(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of `Estimates`, from those of the command."""
+    weights, autocast = precision(given["dtype"], given["bf16"], given["fp16"])
+    options: dict[str, Any] = {"dtype": weights, "autocast": autocast}
+    options["lora"] = lora_of(given["lora"] or given["qlora"], given["lora_rank"])
+    options["quantization"] = quantization_of(given["quantization"], given["qlora"])
+    options |= _processes(given["fsdp"], given["zero"], given["processes"])
+    as_they_are = ("optimizer", "device", "engine", "target_len", "trl", "trust_remote_code", *of_diffusers.SIZES)
+    return options | {name: given[name] for name in as_they_are}
 
 
 def _card(gpu: str | None, max_context: bool) -> int | None:
@@ -129,7 +153,8 @@ def _computed(table: EstimateTable) -> Answer:
 
 def _fill(table: EstimateTable) -> None:
     """Compute the rows and everything below them, and print each row as soon as it is known."""
-    strategies, room, sizes = chosen(table.presets), table.room, (table.batch_size, table.seq_len)
+    strategies, room = rows_for(table.presets, table.latents), table.room
+    sizes = table.batch_size, table.seq_len
     names = [strategy.name for strategy in strategies]
     with busy(f"estimating {table.model}: {names[0]}"):
         from ..memory.estimation.estimates import Estimates
@@ -155,4 +180,4 @@ def _fill(table: EstimateTable) -> None:
     table.evaluation_bytes = several.evaluation_bytes(*sizes)
     dtypes = sorted({str(p.dtype).removeprefix("torch.") for p in several.model.parameters()})
     packed = table.options["quantization"] or packed_as(several.model)
-    table.assumed = assumed({**table.options, "quantization": packed}, *sizes, dtypes)
+    table.assumed = assumed({**table.options, "quantization": packed}, *sizes, dtypes, table.latents)

@@ -16,6 +16,7 @@ from .strategies import MOST, Row, Strategy
 
 if TYPE_CHECKING:
     from ..memory.estimation.estimates import Estimates
+    from ..quick.diffusion import Latents
 
 COLUMNS = ("strategy", "peak", "kept", "fits", "largest batch", "longest", "extra time", "gradients")
 # the most estimates that a search for the largest batch size may take
@@ -35,6 +36,7 @@ class EstimateTable:
         presets: The presets that were asked for; empty: the strategies of general use.
         steps: Tokens per sequence of the steps that the allocator is replayed for; empty: all alike.
         as_json, has_page: Whether the answer is printed as JSON, and whether a page shows it, too.
+        latents: What a sample of a model of diffusers is; None for a model of transformers.
         rows: The rows that are known so far.
         evaluation_bytes: Bytes that the evaluation of such a batch needs.
         assumed: What the figures depend on.
@@ -53,6 +55,7 @@ class EstimateTable:
     steps: tuple[int, ...]
     as_json: bool
     has_page: bool
+    latents: Latents | None = None
     rows: list[Row] = field(default_factory=list)
     evaluation_bytes: int = 0
     assumed: str = ""

@@ -104,19 +104,21 @@ def text_of(table: EstimateTable) -> str:
 
 def explanation(table: EstimateTable) -> str:
     """The lines below the rows."""
-    return "\n".join(["", *map(wrapped, _prose(table)), *as_lines(table.instead), *_advised(table.recommended)])
+    return "\n".join(["", *map(wrapped, _prose(table)), *as_lines(table.instead), *_advised(table)])
 
 
-def _advised(name: str | None) -> Iterator[str]:
+def _advised(table: EstimateTable) -> Iterator[str]:
     """The row to start with, and the code to copy."""
+    name = table.recommended
     if name is not None:
-        yield from recommendation(name, STRATEGIES.get(name) or Strategy(name, name).known)
+        known = STRATEGIES.get(name) or Strategy(name, name).known
+        yield from recommendation(name, known, diffusion=table.latents is not None)
 
 
-def recommendation(name: str, known: StrategyRow) -> Iterator[str]:
-    """A line about a row, and the code that trains so."""
+def recommendation(name: str, known: StrategyRow, *, diffusion: bool = False) -> Iterator[str]:
+    """A line about a row, and the code that trains so; `diffusion` if it is for a model of diffusers."""
     yield f"recommended: {name} (gradients {known.gradients}, extra time {known.time})"
-    code = patch_code(known.config, known.checkpointing, known.checkpoint_input)
+    code = patch_code(known.config, known.checkpointing, known.checkpoint_input, diffusion=diffusion)
     yield indented(code) if code else "    there is nothing to patch"
 
 
@@ -128,7 +130,8 @@ def _prose(table: EstimateTable) -> Iterator[str]:
         f"{row.strategy.name}: does not work with this model: {row.why_not}" for row in found if row.estimate is None
     )
     yield from dict.fromkeys(note for row in found if row.estimate is not None for note in row.estimate.notes)
-    yield f"evaluation with this batch, all logits in memory: {readable_size(table.evaluation_bytes)}"
+    logits = ", all logits in memory" if table.latents is None else ""
+    yield f"evaluation with this batch{logits}: {readable_size(table.evaluation_bytes)}"
     if room is None:
         return
     yield from _advice(found, room, table.steps)

@@ -54,11 +54,13 @@ def one_thread() -> Iterator[None]:
 
 @contextmanager
 def without_bitsandbytes() -> Iterator[None]:
-    """Hide bitsandbytes from peft, because to import it takes longer than to import peft: it imports torch's compiler.
+    """Hide bitsandbytes from peft and diffusers, because to import it takes longer than to import peft: it imports
+    torch's compiler.
 
     In a training, peft needs bitsandbytes to wrap its layers. An estimate has stand-ins of this package in their place.
     """
-    if _BITSANDBYTES in sys.modules:
+    if _BITSANDBYTES in sys.modules or "diffusers" in sys.modules:
+        # diffusers, once imported, relies on what it has found then
         yield
         return
     # Python takes a module that is None here for one that is not installed

@@ -11,9 +11,10 @@ import typer
 
 from ..errors import ModelConfigError
 from ..quick.config_rules import check_config
+from ..quick.diffusion import config_path
 from ..quick.formula import QuickEstimate, largest, longest, tiles_from
 from ..quick.headroom import HEADROOM, usable
-from ..quick.hub import CONFIG_NAME, check_connection, config_of_hub, local_path
+from ..quick.hub import check_connection, config_of_hub, local_path
 from ..quick.question import MOST_UNPACKED, Question, question
 from ..quick.strategies import STRATEGIES, recommended
 from .assumptions import assumed
@@ -64,7 +65,7 @@ def config_of(model: str) -> dict[str, Any]:
         ModelConfigError: There is no such config, or it is not a JSON object.
     """
     path = local_path(model) or config_of_hub(model)
-    path = path / CONFIG_NAME if path.is_dir() else path
+    path = config_path(path)
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

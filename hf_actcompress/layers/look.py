@@ -69,9 +69,13 @@ class LayerLook:
 
     def can_run(self) -> bool:
         """Whether no hook inside wants to see a call, and no module's forward was replaced."""
-        if self._replaced or (self._called and current.watcher is None):
+        # a report's calls are there in a forward alone, and a checkpointed region runs again in backward
+        if self._replaced or as_in_first_run(self, LayerLook._is_exchanged):
             return False
         return not as_in_first_run(self._hooks, _hooked)
+
+    def _is_exchanged(self) -> bool:
+        return self._called and current.watcher is None
 
 
 def _hooked(hooks: list[dict[int, Any]]) -> bool:

@@ -42,6 +42,30 @@ def rank_layers(module: nn.Module) -> Iterator[nn.Module]:
             yield child
 
 
+# the layers on which the scripts of diffusers put LoRA
+DIFFUSION_TARGETS = ("to_q", "to_k", "to_v", "to_out.0")
+
+
+def with_adapter(model: Any, lora: Any) -> nn.Module:
+    """A model of diffusers with LoRA by its own `add_adapter`; all its other weights are frozen.
+
+    Args:
+        lora: True (peft's default rank, on attention's queries, keys, values and outputs), a rank, or a LoraConfig.
+
+    Raises:
+        MissingExtraError: peft is not installed.
+        ModelConfigError: It has no such layers.
+    """
+    lora = _lora_config(lora, list(DIFFUSION_TARGETS))
+    model.requires_grad_(False)
+    try:
+        model.add_adapter(lora)
+    except (ValueError, TypeError, NotImplementedError) as error:
+        raise _no_lora(model, error) from error
+    found: nn.Module = model
+    return found
+
+
 def with_lora(model: nn.Module, lora: Any) -> nn.Module:
     """The model with LoRA adapters.
 
@@ -52,18 +76,27 @@ def with_lora(model: nn.Module, lora: Any) -> nn.Module:
         MissingExtraError: peft is not installed.
         ModelConfigError: peft has no LoRA for this model.
     """
+    lora = _lora_config(lora, "all-linear")
+    import peft
+
+    try:
+        adapted: nn.Module = peft.get_peft_model(model, lora)
+    except (ValueError, TypeError, NotImplementedError) as error:
+        raise _no_lora(model, error) from error
+    return adapted
+
+
+def _lora_config(lora: Any, targets: Any) -> Any:
+    """A LoraConfig for what was asked for."""
     try:
         import peft
     except ImportError as error:
         raise MissingExtraError("LoRA needs peft, which is not installed: pip install peft") from error
-    if not isinstance(lora, peft.LoraConfig):
-        rank = {} if lora is True else {"r": int(lora)}
-        lora = peft.LoraConfig(target_modules="all-linear", **rank)
-    try:
-        adapted: nn.Module = peft.get_peft_model(model, lora)
-    except (ValueError, TypeError, NotImplementedError) as error:
-        said = " ".join(str(error).split())
-        raise ModelConfigError(
-            f"peft puts no LoRA on a {type(model).__name__}: {said} Pass a peft LoraConfig"
-        ) from error
-    return adapted
+    if isinstance(lora, peft.LoraConfig):
+        return lora
+    return peft.LoraConfig(target_modules=targets, **({} if lora is True else {"r": int(lora)}))
+
+
+def _no_lora(model: nn.Module, error: Exception) -> ModelConfigError:
+    said = " ".join(str(error).split())
+    return ModelConfigError(f"peft puts no LoRA on a {type(model).__name__}: {said} Pass a peft LoraConfig")

@@ -1,4 +1,4 @@
-"""All private names of torch and transformers that this package uses: for what, and since which version they exist."""
+"""All private names of torch, transformers and diffusers that this package uses: for what, and since which version."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class PrivateAPI:
 
     Args:
         name: An expression that finds it.
-        since: The version of torch or transformers of which it is known; the oldest supported one if it is older.
+        since: The version of that library of which it is known; the oldest supported one if it is older.
         purpose: What it is used for.
     """
 
@@ -190,4 +190,7 @@ PRIVATE_APIS: tuple[PrivateAPI, ...] = (
     PrivateAPI("transformers.PreTrainedModel._supports_sdpa", _H, "whether to advise it"),
     PrivateAPI("transformers.modeling_layers.GradientCheckpointingLayer", _H, "has _gradient_checkpointing_func, which "
                "runs a checkpointed layer"),
+    # diffusers
+    PrivateAPI("diffusers.WanTransformer3DModel._keep_in_fp32_modules", "diffusers 0.35", "estimates: which weights "
+               "from_pretrained leaves in fp32"),
 )  # fmt: skip

@@ -42,18 +42,23 @@ def test_a_line_for_each_preset_says_whether_it_is_exact() -> None:
         (("plan", "tiny.json", "--dtype", "bf17"), "unknown dtype 'bf17'"),
         (("report", "tiny.json", "--dtype", "bf17"), "unknown dtype 'bf17'"),
         (("estimate", "tiny.json", "--gpu", "rtx409"), "rtx4090"),
+        (("estimate", "tiny.json", "--frames", "5"), "--frames is for a model of diffusers"),
+        (("estimate", "flux.json", "--seq-len", "5"), "--seq-len is for models of transformers"),
+        (("estimate", "scheduler.json"), "DDPMScheduler is no class of diffusers that estimates are made for; known: "),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
 def test_a_typo_is_answered_without_torch(tmp_path: Path, arguments: tuple[str, ...], said: str) -> None:
     (tmp_path / "tiny.json").write_text(json.dumps(CONFIG))
+    for name, kind in (("flux", "FluxTransformer2DModel"), ("scheduler", "DDPMScheduler")):
+        (tmp_path / f"{name}.json").write_text(json.dumps({"_class_name": kind}))
     (tmp_path / "adapter").mkdir()
     adapter = {"peft_type": "LORA", "base_model_name_or_path": "some/base"}
     (tmp_path / "adapter/adapter_config.json").write_text(json.dumps(adapter))
     code = (
         "import sys\nfrom typer.testing import CliRunner\nfrom hf_actcompress.cli import app\n"
         f"result = CliRunner().invoke(app, {list(arguments)!r})\n"
-        "assert not {'torch', 'transformers'} & set(sys.modules)\n"
+        "assert not {'torch', 'transformers', 'diffusers'} & set(sys.modules)\n"
         "print(result.stderr)\nsys.exit(result.exit_code)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=tmp_path)

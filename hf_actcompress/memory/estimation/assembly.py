@@ -88,6 +88,11 @@ def name_of(config: Any) -> str:
 
 
 def _notes(setting: Setting) -> Iterator[str]:
+    if setting.latents is not None:
+        yield (
+            f"a sample is {setting.latents.tokens:,} latents or tokens of them; latents and the states of captions are "
+            "cached, so that the VAE and the text encoders are not on the card"
+        )
     if setting.config is not None and setting.config.share_prompts:
         yield (
             "share_prompts=True is estimated for sequences that begin with different tokens: where they begin with the "

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 
 from ...config import CompressionConfig, Configured
+from ...quick.diffusion import PictureSizes
 from .estimates import Estimates
 from .result import Estimate
 
@@ -17,7 +18,7 @@ def estimate(
     model: Any,
     *,
     batch_size: int,
-    seq_len: int,
+    seq_len: int | None = None,
     config: CompressionConfig | Configured | str | None = "exact",
     dtype: torch.dtype | str | None = None,
     optimizer: str = "adamw",
@@ -33,6 +34,7 @@ def estimate(
     zero: int | None = None,
     processes: int = 1,
     trl: bool = False,
+    **sizes: Unpack[PictureSizes],
 ) -> Estimate:
     """Memory of a training by part. It needs no weights, no GPU and no real step; a model of any size takes seconds.
 
@@ -42,8 +44,8 @@ def estimate(
     than this, so for it the estimate is an upper bound.
 
     Args:
-        model: A module (stock or patched; it is not changed), a transformers config, or a name: a folder with a
-            config.json, a JSON file, or a model of the Hugging Face hub, of which only the config is read.
+        model: A module (stock or patched; it is not changed), a config, or a name: a folder with a config.json, that of
+            a pipeline of diffusers, a JSON file, or a model of the Hugging Face hub, of which only the config is read.
         batch_size, seq_len: Sequences, and tokens per sequence; for images seq_len is ignored. In a vision-language
             model each sequence has one picture, whose tokens are among the `seq_len`; a note says how large it is.
         config: What the model is patched with: a preset's name, a config, or an object that carries one. None or
@@ -71,6 +73,8 @@ def estimate(
             gives each the whole model. The batch and all bytes are those of one process.
         trl: Use the loss of TRL's trainers, whose fused head never makes the whole logits, for stock and patched
             models. By default the model's own loss is used.
+        sizes: For a model of diffusers (Flux, SD3, Wan, LTX, UNet) in place of `seq_len`: height and width in pixels,
+            frames, and text_tokens, the tokens of a caption; by default those of its pipeline.
 
     Returns:
         The estimate: bytes by part and by role, `.print()`, `.to_json()`.
@@ -81,6 +85,7 @@ def estimate(
         UnknownOptionError: An unknown preset, optimizer, dtype, device or engine.
         MissingExtraError: LoRA was asked for and peft is not installed.
     """
+    processing: dict[str, Any] = {"fsdp": fsdp, "zero": zero, "processes": processes, "trl": trl}
     several = Estimates(
         model,
         dtype=dtype,
@@ -92,9 +97,7 @@ def estimate(
         quantization=quantization,
         trust_remote_code=trust_remote_code,
         target_len=target_len,
-        fsdp=fsdp,
-        zero=zero,
-        processes=processes,
-        trl=trl,
+        **processing,
+        **sizes,
     )
-    return several.replayed(batch_size, seq_len, config, gradient_checkpointing)
+    return several.replayed(batch_size, several.tokens(seq_len), config, gradient_checkpointing)

@@ -5,15 +5,16 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, Unpack
 
 import torch
 from torch import nn
 
 from ...config import CompressionConfig, Configured, resolve
 from ...errors import ModelConfigError
+from ...quick.diffusion import PictureSizes
 from .assembly import About, assembled, name_of
-from .checks import check_processes, is_compiled
+from .checks import check_diffusion, check_processes, is_compiled, latents_for, tokens_of
 from .extrapolation import Extrapolated, whole_step
 from .fake_step.cuda_rules import BLOCK
 from .fake_step.setting import Setting
@@ -40,7 +41,7 @@ class Estimates:
 
     Args:
         model, dtype, optimizer, lora, device, autocast, engine, quantization, trust_remote_code,
-            target_len, fsdp, zero, processes, trl: As for `estimate`.
+            target_len, fsdp, zero, processes, trl, sizes: As for `estimate`.
 
     Raises:
         ActCompressError: One of the errors of `estimate`.
@@ -63,16 +64,25 @@ class Estimates:
         zero: int | None = None,
         processes: int = 1,
         trl: bool = False,
+        **sizes: Unpack[PictureSizes],
     ) -> None:
         compiled = is_compiled(model, device, engine)
         check_processes(compiled, fsdp, zero, processes, trl)
+        if (latents := latents_for(model, sizes)) is not None:
+            other = {'engine="compile"': compiled, "fsdp": fsdp > 1, "trl": trl, "target_len": target_len}
+            check_diffusion(**other, quantization=quantization)
         self._zero = None if zero is None else Zero(zero, processes)
         self._ddp = zero is None and processes > 1
         if zero is not None:
             dtype, autocast = autocast or dtype, None
         self._rule = optimizer_rule(optimizer)
-        self._setting = Setting(1, 1, None, device == "cuda", dtype_of(autocast), compiled, target_len, fsdp, trl)
+        cuda, cast = device == "cuda", dtype_of(autocast)
+        self._setting = Setting(1, 1, None, cuda, cast, compiled, target_len, fsdp, trl, latents)
         self._source = (model, dtype_of(dtype), lora, False, quantization, trust_remote_code)
+        self._know_nothing()
+
+    def _know_nothing(self) -> None:
+        """Begin without any results."""
         # whether checkpointing is switched on -> the model
         self._models: dict[bool, nn.Module] = {}
         self._about: dict[bool, About] = {}
@@ -94,19 +104,23 @@ class Estimates:
         other = copy.copy(self)
         if optimizer is not None:
             other._rule, other._states = optimizer_rule(optimizer), {}
+        if self._setting.latents is not None:
+            check_diffusion(quantization=quantization)
         if lora is not None or quantization is not None:
             source = list(self._source)
             source[2], source[4] = lora or source[2], quantization or source[4]
             other._source = tuple(source)
-            other._models, other._about, other._states = {}, {}, {}
-            other._latest, other._runs, other._steps = {}, {}, {}
-            other._copies = ModelCopies()
+            other._know_nothing()
         return other
 
     @property
     def _alike(self) -> bool | None:
         """True if further layers added the same bytes under any config so far; None if that is not known."""
         return any(found.alike for found in self._latest.values()) or None
+
+    def tokens(self, seq_len: int | None) -> int:
+        """Tokens of a sample: `seq_len`, or those of the latents. Raises ModelConfigError as `tokens_of`."""
+        return tokens_of(self._setting.latents, seq_len)
 
     @property
     def model(self) -> nn.Module:

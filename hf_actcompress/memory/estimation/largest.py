@@ -10,12 +10,12 @@ from ...quick.formula import largest, longest, tiles_from
 from .estimates import Estimates
 
 
-def max_batch_size(model: Any, *, seq_len: int, budget: int | str, **options: Any) -> int:
+def max_batch_size(model: Any, *, seq_len: int | None = None, budget: int | str, **options: Any) -> int:
     """The largest batch that fits, found with a few estimates.
 
     Args:
         model: As for `estimate`.
-        seq_len: Tokens of a sequence.
+        seq_len: Tokens of a sequence; None for a model of diffusers.
         budget: Bytes of the device, or a text: "22GiB", or a card such as "rtx4090".
         options: Options of `estimate`: config, dtype, optimizer, lora, gradient_checkpointing, device, autocast.
 
@@ -25,9 +25,10 @@ def max_batch_size(model: Any, *, seq_len: int, budget: int | str, **options: An
     Raises:
         ActCompressError: One of the errors of `estimate`.
     """
-    needed = _needed(model, **options)
-    falls = tiles_from(seq_len) if options.get("gradient_checkpointing") else None
-    return largest(lambda batch_size: needed(batch_size, seq_len), card_bytes(budget), falls=falls)
+    needed, several = _needed(model, **options)
+    tokens = several.tokens(seq_len)
+    falls = tiles_from(tokens) if options.get("gradient_checkpointing") else None
+    return largest(lambda batch_size: needed(batch_size, tokens), card_bytes(budget), falls=falls)
 
 
 def max_seq_len(
@@ -49,7 +50,8 @@ def max_seq_len(
     Raises:
         ActCompressError: One of the errors of `estimate`.
     """
-    needed = _needed(model, **options)
+    needed, several = _needed(model, **options)
+    several.tokens(step)
     most = limit or positions_of(model)
     tiled = batch_size if options.get("gradient_checkpointing") else None
     return longest(lambda seq_len: needed(batch_size, seq_len), card_bytes(budget), most, tiled, step)
@@ -57,10 +59,11 @@ def max_seq_len(
 
 def _needed(
     model: Any, *, config: Any = "exact", gradient_checkpointing: bool = False, **options: Any
-) -> Callable[[int, int], int]:
-    """A function of (sequences, tokens) that gives the bytes a device needs."""
+) -> tuple[Callable[[int, int], int], Estimates]:
+    """A function of (sequences, tokens) that gives the bytes a device needs, and the estimates behind it."""
     several = Estimates(model, **options)
-    return lambda batch_size, seq_len: several.device_bytes(batch_size, seq_len, config, gradient_checkpointing)
+    checkpointing = gradient_checkpointing
+    return lambda batch_size, seq_len: several.device_bytes(batch_size, seq_len, config, checkpointing), several
 
 
 def positions_of(model: Any) -> int | None:

@@ -16,11 +16,14 @@ from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.models.auto import modeling_auto
 
 from ...errors import ActCompressError, ModelConfigError, UnknownOptionError
-from ...models.adapters import with_lora
+from ...models.adapters import with_adapter, with_lora
 from ...quick.config_rules import QUANTIZATION, check_config
+from ...quick.diffusion import diffusion_config
 from ...quick.hub import local_path, reachable
 from ...quick.question import SHORT_DTYPES
 from ..measurement.compiled import uncompiled
+from .diffusion_model import checkpoint_blocks, diffusion_model
+from .fake_step.latents import class_of
 from .meta_device import ONE_AT_A_TIME, OnMeta
 from .quantized.model import packed_weights, quantize, stand_ins
 
@@ -85,6 +88,8 @@ def skeleton(
         packed = packed_weights(module)
         model = _on_meta(module, dtype)
         stand_ins(model, packed)
+    elif (stated := diffusion_config(source)) is not None:
+        model = diffusion_model(stated, dtype or torch.float32)
     else:
         config = source if isinstance(source, PretrainedConfig) else _config(source, trust_remote_code)
         check_config(config.to_dict())
@@ -94,7 +99,7 @@ def skeleton(
     if quantization is not None:
         _quantize(model, quantization)
     if lora is not None and lora is not False:
-        model = with_lora(model, lora)
+        model = with_lora(model, lora) if class_of(model) is None else with_adapter(model, lora)
     if gradient_checkpointing:
         _checkpoint(model)
     return model.train()
@@ -229,6 +234,9 @@ def _first_line(error: Exception) -> str:
 
 
 def _checkpoint(model: Any) -> None:
+    if class_of(model) is not None:
+        checkpoint_blocks(model)
+        return
     # transformers 5.23 has this name, earlier versions the other one
     enable = getattr(model, "activation_checkpointing_enable", None) or getattr(
         model, "gradient_checkpointing_enable", None

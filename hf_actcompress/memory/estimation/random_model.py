@@ -11,6 +11,7 @@ from ...errors import ModelConfigError
 from ...models.adapters import with_lora
 from ...private_apis import FakeTensorMode
 from ...quick.sizes import readable_size
+from .checks import refuse_diffusion
 from .fake_step.batch import fake_batch
 from .fake_step.setting import Setting
 from .meta_model import dtype_of, skeleton
@@ -48,6 +49,7 @@ def local_model(
             cannot be counted.
         MissingExtraError: LoRA was asked for and peft is not installed.
     """
+    refuse_diffusion(source)
     modules: Any = skeleton(source, dtype_of(dtype), None, gradient_checkpointing)
     if layers is None:
         _check_room(str(source), modules, most_bytes)

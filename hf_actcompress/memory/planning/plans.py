@@ -12,7 +12,7 @@ from ...errors import DoesNotFitError, MeasurementError, UnknownOptionError
 from ...quick.cards import card_bytes
 from ...quick.headroom import HEADROOM, usable
 from ...quick.sizes import readable_size
-from ..estimation.checks import is_compiled
+from ..estimation.checks import is_compiled, refuse_diffusion
 from ..estimation.fake_step.setting import Setting
 from ..estimation.largest import max_batch_size, max_seq_len
 from ..estimation.meta_model import dtype_of, skeleton
@@ -91,6 +91,7 @@ def plan(
         allow = [name for name in allow if not config_of_option(name).offloads and name != "tiles"]
     room = _device_bytes() if budget is None else card_bytes(budget)
     usable(room, headroom)
+    refuse_diffusion(model)
     whole = skeleton(model, dtype_of(dtype), lora, False, quantization, trust_remote_code)
     setting = Setting(batch_size, seq_len, PRESETS["exact"], device == "cuda", dtype_of(autocast), compiled)
     problems = Problems(whole, setting, optimizer, objective, device_model or DeviceModel())

@@ -9,6 +9,7 @@ import torch
 
 from ....errors import ModelConfigError
 from ....private_apis import FakeTensorMode
+from .latents import latents_batch
 from .pictures import pair, pictures, pixels, takes_pictures, unwrapped
 from .setting import Setting
 
@@ -20,6 +21,9 @@ def fake_batch(model: Any, setting: Setting, mode: FakeTensorMode, *, text_only:
         ModelConfigError: The model's forward takes no labels, or an input that is not known here; or a length of the
             labels was given for a model without a decoder.
     """
+    if setting.latents is not None:
+        with mode:
+            return latents_batch(model, setting.batch_size, setting.latents)
     b, s = setting.batch_size, setting.seq_len
     outer = unwrapped(model)
     known = inspect.signature(type(outer).forward).parameters

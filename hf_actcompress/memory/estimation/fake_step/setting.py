@@ -8,6 +8,7 @@ import torch
 
 from ....config import CompressionConfig
 from ....models.probe import Answers
+from ....quick.diffusion import Latents
 from .cuda_rules import BLOCK
 from .fake_kernels import KernelResults
 from .op_results import OpResults
@@ -26,6 +27,7 @@ class Setting:
         target_len: Tokens of an encoder-decoder model's labels; None: `seq_len`.
         ranks: Number of processes over which FSDP shards the model; 1: it is not sharded.
         trl_head: Whether the loss is that of TRL's trainers.
+        latents: What a sample is for a model of diffusers; None for a model of transformers.
         kernels: What each kernel makes, by the shapes of its arguments; copies made by `replace` share the object.
         ops: What each op makes; copies share it.
         answers: The answers of the probes, by what they looked at; copies share it.
@@ -40,6 +42,7 @@ class Setting:
     target_len: int | None = None
     ranks: int = 1
     trl_head: bool = False
+    latents: Latents | None = None
     kernels: KernelResults = field(default_factory=KernelResults, compare=False, repr=False)
     ops: OpResults = field(default_factory=OpResults, compare=False, repr=False)
     answers: Answers = field(default_factory=dict, compare=False, repr=False)

@@ -93,6 +93,11 @@ def counted_checkpoints(model: nn.Module, *, cuda: bool) -> None:
             module.__dict__[_CHECKPOINT] = _Checkpoint(stock, cuda)
 
 
+def checkpoint_block(block: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """The checkpoint function of diffusers, where it can be looked at."""
+    return checkpoint(block, *args, use_reentrant=False, **kwargs)
+
+
 class _Checkpoint:
     """The checkpoint function of a layer, which keeps a stand-in for the generator's state.
 
@@ -106,7 +111,7 @@ class _Checkpoint:
     def __call__(self, layer: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         preset = self.stands_for.keywords if isinstance(self.stands_for, functools.partial) else {}
         function = self.stands_for.func if isinstance(self.stands_for, functools.partial) else self.stands_for
-        if function not in (checkpoint, checkpoint_without_cache) or not {**preset, **kwargs}.pop(
+        if function not in (checkpoint, checkpoint_without_cache, checkpoint_block) or not {**preset, **kwargs}.pop(
             "preserve_rng_state", True
         ):
             return self.stands_for(layer, *args, **kwargs)

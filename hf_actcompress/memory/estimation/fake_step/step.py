@@ -28,6 +28,7 @@ from .batch import fake_batch
 from .compiled import CompiledStep
 from .cuda_rules import IN_FP32, CudaRules
 from .fake_allocator import FakeAllocator
+from .latents import prediction, prediction_loss, tensors_of
 from .masks import KnownMasks
 from .pictures import takes_pictures, unwrapped
 from .positions import check_length
@@ -123,7 +124,7 @@ def run_evaluation(model: nn.Module, setting: Setting) -> FakeStep:
     with sharded(fake, mode, setting.ranks, setting.autocast):
         allocator = _allocator(fake, batch, setting)
         with _world(setting, mode, allocator), torch.no_grad(), setting.autocast_context(), _failures_named(fake):
-            outputs = fake(**batch)
+            outputs = fake(**batch) if setting.latents is None else prediction(fake, batch)
             kept = allocator.live_bytes
         del outputs
     return FakeStep(kept, allocator.peak_bytes, {}, allocator.timeline)
@@ -148,7 +149,8 @@ def run_counted(model: nn.Module, setting: Setting) -> Work:
 
 def _batch(model: nn.Module, mode: FakeTensorMode, setting: Setting) -> dict[str, Any]:
     """A batch of fake tensors."""
-    check_length(model, max(setting.seq_len, setting.target_len or 0))
+    if setting.latents is None:
+        check_length(model, max(setting.seq_len, setting.target_len or 0))
     return fake_batch(model, setting, mode)
 
 
@@ -209,8 +211,9 @@ def _older_collections() -> int:
 def _allocator(model: nn.Module, batch: dict[str, Any], setting: Setting) -> FakeAllocator:
     rules = (CUDA_WORKSPACES, IN_FP32) if setting.cuda else (CPU_WORKSPACES, {})
     allocator = FakeAllocator(setting.block, *rules, setting.ops)
-    allocator.leave_out(local(chain(model.parameters(), model.buffers(), batch.values())))
-    allocator.know(x for x in batch.values() if not isinstance(x, FakeTensor))
+    given = tensors_of(batch)
+    allocator.leave_out(local(chain(model.parameters(), model.buffers(), given)))
+    allocator.know(x for x in given if not isinstance(x, FakeTensor))
     return allocator
 
 
@@ -268,7 +271,7 @@ def _with_roles(
         return held[0]
 
     # these hooks hold what autograd would hold, so the bytes are the same
-    seen = saved_tensors(model, forward, loss_of, storages(batch.values()), allocator.size_of, step.module_of)
+    seen = saved_tensors(model, forward, loss_of, storages(tensors_of(batch)), allocator.size_of, step.module_of)
     return held[0], [(role_of(tensor, roles, seen.hidden_from_view), tensor.nbytes) for tensor in seen.tensors]
 
 
@@ -280,6 +283,8 @@ class _Eager:
         with self._setting.autocast_context(), _failures_named(self._model):
             if self._setting.trl_head:
                 return trl_loss(self._model, self._batch)
+            if self._setting.latents is not None:
+                return prediction_loss(self._model, self._batch)
             return loss_of(self._model(**self._batch))
 
     def module_of(self, x: Tensor) -> str | None:
