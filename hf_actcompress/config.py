@@ -113,12 +113,12 @@ class CompressionConfig(ConfigFile):
             the same bits and keeps the same bytes in less of the host's time. A layer that is checkpointed as torch
             does it by default is one Function, too, which keeps its input. A layer runs as a program only if this was
             proved right on a small layer of its kind. LoRA, autocast, dropout, frozen weights, empty caches, and codecs
-            that round to nearest are supported. Other layers (the report says why), and calls that are not ordinary
-            ones (hooks inside, a filled cache, adapters switched off), run module by module, as all do with False.
+            that round to nearest are supported. Calls that are not ordinary ones (hooks inside, a filled cache) run
+            module by module, as all do with False; so do layers without a program and a plan (the report says why).
         engine: What runs layers while `programs` is on. "programs": as said there. "plans": code that is derived from
             the joint graph of a layer's forward and backward, for transformers' layers and for the blocks of any list
-            of blocks (diffusion transformers, `torch.nn.TransformerEncoder`). "auto": programs for those of
-            transformers' layers that have one, plans for its other layers and for the blocks of other models.
+            (diffusion transformers, `torch.nn.TransformerEncoder`). "auto": programs for those of transformers' layers
+            that have one, plans for others.
         blocks: Further modules that run by plans, each by a part of its name in the model ("transformer_blocks" is a
             list and names the modules in it), by its class, or by the name of that.
         tokens: The share of each sequence's tokens that get gradients, above 0 and up to 1 (TokenTune, arXiv
@@ -220,12 +220,7 @@ class CompressionConfig(ConfigFile):
 # error in these matters. The input of a checkpointed layer has 8 bits in every preset: it is small, and the whole
 # layer, q and k included, is computed again from it.
 _INT8 = CompressionConfig(
-    linear="int8",
-    norm="int8_outliers",
-    mlp="int8",
-    attention="int8",
-    other="int8",
-    checkpoint_input="int8_outliers",
+    linear="int8", norm="int8_outliers", mlp="int8", attention="int8", other="int8", checkpoint_input="int8_outliers"
 )
 _INT4 = replace(_INT8, norm="int4_128_outliers", mlp="int4_outliers")
 

@@ -20,7 +20,7 @@ from ..modules.checkpoint import CHECKPOINT_FUNCTION, CheckpointSettings
 from ..programs import LayerSettings
 from ..programs.layer import ProgramLayerMixin
 from ..roles import Role
-from .layer import PlannedLayer, is_plain_weight, why_not
+from .layer import PlannedLayer, why_not
 from .look import kind_of
 from .showing import show
 from .store import Store
@@ -55,11 +55,9 @@ def left_out(model: nn.Module, config: CompressionConfig) -> dict[int, str]:
 
 
 def keeps_more(layer: nn.Module) -> bool:
-    """Whether a layer keeps more by plans than module by module: experts, code that runs again in segments, and
-    quantised weights, which plans do not know yet."""
+    """Whether a layer keeps more by plans than module by module: experts, and code that runs again in segments."""
     roles = {known.role for part in layer.modules() if (known := settings_of(part)) is not None}
-    weights = (x for part in layer.modules() for x in part._parameters.values() if x is not None)
-    return bool(roles & {Role.EXPERTS, Role.SELECTIVE}) or not all(map(is_plain_weight, weights))
+    return bool(roles & {Role.EXPERTS, Role.SELECTIVE})
 
 
 def codec_of_others(config: CompressionConfig) -> Codec:

@@ -6,6 +6,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ..codecs import IDENTITY, Codec, packs_alike
@@ -238,7 +239,7 @@ class PlannedLayer:
 
 def is_plain_weight(x: Any) -> bool:
     """Whether a weight or a buffer is a plain tensor of numbers, none of a class of its own."""
-    return type(x) in _WEIGHTS
+    return x is None or (type(x) in _WEIGHTS and x.layout == torch.strided)
 
 
 def _frozen(key: Any) -> Hashable:
@@ -280,6 +281,11 @@ def why_not(layer: nn.Module, other: Codec) -> str:
     """
     if not packs_alike(other):
         return f"codec {other} is not for plans"
+    if "forward" in vars(layer):
+        return "its forward was replaced"
+    weights = (x for part in layer.modules() for x in (*part._parameters.values(), *part._buffers.values()))
+    if not all(map(is_plain_weight, weights)):
+        return "a weight is no plain parameter"
     for name, module in layer.named_modules():
         settings = settings_of(module)
         if module is layer or settings is None:

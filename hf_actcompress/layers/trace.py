@@ -23,6 +23,7 @@ from ..compilation import is_traced, traced_plan
 from ..ops.autocast import autocast_off
 from ..private_apis import FakeTensorMode
 from ..private_apis.graphs import without_logs_of_fakes
+from ..reference.other_generators import OtherGenerators
 from .draws import DROPOUTS
 from .redraw import split_draws
 from .replaced import Replaced
@@ -95,7 +96,7 @@ def trace(call: Call, inputs: Sequence[Tensor], parameters: int, dynamic: bool, 
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv() if dynamic else None)
     mode.cache_enabled = not dynamic
     fake = [_fake(mode, x, dynamic and i >= parameters) for i, x in enumerate(inputs)]
-    joint = _Joint(call, [x.requires_grad for x in inputs])
+    joint, generators = _Joint(call, [x.requires_grad for x in inputs]), OtherGenerators()
     try:
         # the call itself says under which autocast it runs; its backward runs without
         with mode, traced_plan(), autocast_off(inputs[-1].device.type), traceback.preserve_node_meta():
@@ -107,6 +108,9 @@ def trace(call: Call, inputs: Sequence[Tensor], parameters: int, dynamic: bool, 
         raise
     except Exception as error:
         raise NotTraced(f"it cannot be traced ({first_line(error)})") from error
+    if not generators.are_as_they_were():
+        generators.restore()
+        raise NotTraced("its code draws numbers from numpy or Python's random")
     _name_placeholders(module.graph, len(fake))
     _note_modules(module.graph)
     _without_copies(module.graph)

@@ -110,8 +110,13 @@ class ProgramLayerMixin(ModuleMixin):
             self.__dict__["actcompress"] = replace(settings, kept=kept, function=function)
 
     def _checkpointed(self, checkpoint: Callable[..., Any], kept: Settings | None, layer: Any, *args: Any) -> Any:
-        """``checkpoint(layer, *args)``, where `layer` is a partial of this layer's forward, or of a call of it."""
+        """``checkpoint(layer, *args)``, where `layer` may be a partial of this layer's forward, or of a call of it.
+
+        Blocks of diffusers give the modules inside of them to their function.
+        """
         settings = self.actcompress
+        if not (isinstance(layer, partial) and getattr(layer.func, "__self__", None) is self):
+            return checkpoint(layer, *args)
         # without args `layer` is a call of the layer, which would run its hooks, too
         if settings is not None and (layer.args or not has_hooks(self)) and not _in_tiles(self, args):
             keeps = KeptInput() if kept is None else KeptInput(kept.codec, kept.keeps == WITH_ATTENTION)

@@ -12,8 +12,6 @@ once for each kind of call. Otherwise the net holds what was saved, as for any o
 
 from __future__ import annotations
 
-import random
-import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
@@ -27,6 +25,7 @@ from torch.nn import Parameter
 
 from ..private_apis import FakeTensor, at_end_of_backward, current_backward
 from ..reference.dropout import StateBefore, replayed_rng
+from ..reference.other_generators import OtherGenerators
 from ._current import current
 from .held import Again, Held, Kept, value_of
 from .nested import replaced, tensors_in
@@ -254,14 +253,11 @@ def _held(again: Again, net: Any) -> Held:
 @contextmanager
 def _other_generators_undisturbed() -> Iterator[None]:
     """The random states of Python and numpy are restored when the block ends."""
-    numpy: Any = sys.modules.get("numpy.random")
-    states = random.getstate(), None if numpy is None else numpy.get_state()
+    generators = OtherGenerators()
     try:
         yield
     finally:
-        random.setstate(states[0])
-        if numpy is not None:
-            numpy.set_state(states[1])
+        generators.restore()
 
 
 class _Seen:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import random
 from collections.abc import Iterator
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -264,3 +266,29 @@ def test_blocks_that_no_module_is() -> None:
     for wrong in ("first", (7,), (int,)):
         with pytest.raises(UnknownOptionError, match="names of modules"):
             CompressionConfig(blocks=wrong)  # type: ignore[arg-type]
+
+
+class Drawing(nn.Module):
+    """Draws from the generators that torch does not know."""
+
+    def __init__(self, draw: Any) -> None:
+        super().__init__()
+        self.layer, self.draw = nn.Linear(WIDTH, WIDTH), draw
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x).relu() * self.draw()
+
+
+@pytest.mark.parametrize("draw", [random.random, lambda: float(numpy.random.rand())])
+def test_numbers_that_torch_does_not_draw_are_drawn_in_each_call(draw: Any) -> None:
+    stock = Stack(nn.ModuleList(Drawing(draw) for _ in range(2))).train()
+    ours = patch_model(copy.deepcopy(stock))
+    for _ in range(2):
+        found = []
+        for model in (ours, stock):
+            random.seed(3)
+            numpy.random.seed(3)
+            found.append(step(model, inputs()))
+            model.zero_grad()
+        assert equal(*found)
+    assert all("draws numbers from numpy" in plans.why for plans in plans_of(ours))

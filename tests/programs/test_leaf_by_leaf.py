@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -180,7 +181,7 @@ def test_a_layer_that_does_something_else_is_not_proved() -> None:
     for layer in model.model.layers:
         layer.__class__ = ScaledLayer
     expected = step(model, BY_NAME["llama"].make_batch())
-    patch_model(model, PROGRAMS)
+    patch_model(model, replace(PROGRAMS, engine="programs"))
     (row, *_) = [row for row in patch_report(model).rows if row.role == "layer"]
     assert row.kind == "module by module" and "found by a numeric probe" in row.note
     assert torch.equal(step(model, BY_NAME["llama"].make_batch())[0], expected[0])
