@@ -14,7 +14,7 @@ from torch import nn
 from .compilation import register
 from .config import CUSTOM, CompressionConfig, Configured, preset_of, resolve
 from .errors import NothingPatchedError, UnknownOptionError, UnsupportedModelError
-from .layers import Store, blocks_named, find_plans, keeps_more, units_of, wants_plans
+from .layers import Store, blocks_named, everywhere, find_plans, keeps_more, units_of, wants_plans
 from .methods.chosen_tokens.model_layers import refuse_choice
 from .models.checkpointing import restore_checkpointing, switch_on
 from .models.probe import answers_kept
@@ -127,11 +127,11 @@ def patch_new_modules(model: nn.Module, config: CompressionConfig, prefix: str, 
     if config.engine != "plans":
         _install_programs(model, config)
     if wants_plans(config):
-        _install_plans(model, config, prefix, everywhere=config.engine == "plans")
+        _install_plans(model, config, prefix, everywhere(config))
     _patch_code(model, config, prefix, generators)
-    if wants_plans(config) and config.engine != "plans":
+    if wants_plans(config) and not (everywhere(config) or config.always_in_tiles):
         # layers of transformers without a program
-        _install_plans(model, config, prefix, everywhere=True)
+        _install_plans(model, config, prefix, layers=True)
 
 
 def _patch_leaves(model: nn.Module, config: CompressionConfig, prefix: str, generators: Generators) -> None:
@@ -169,11 +169,11 @@ def _install_programs(model: nn.Module, config: CompressionConfig) -> None:
             patch_instance(layer, found.mixin, found.settings)
 
 
-def _install_plans(model: nn.Module, config: CompressionConfig, prefix: str, everywhere: bool) -> None:
-    """Let blocks, and `everywhere` transformers' layers, run by plans, which they make at their first calls."""
+def _install_plans(model: nn.Module, config: CompressionConfig, prefix: str, layers: bool) -> None:
+    """Let blocks, and `layers` of transformers, run by plans, which they make at their first calls."""
     store, names = Store(), {id(module): name for name, module in model.named_modules(prefix=prefix)}
-    for layer in units_of(model, everywhere, config.blocks):
-        if everywhere and config.engine != "plans" and keeps_more(layer):
+    for layer in units_of(model, layers, config.blocks):
+        if layers and config.engine != "plans" and keeps_more(layer):
             continue
         settings = settings_of(layer)
         kept = settings if isinstance(settings, CheckpointSettings) else None

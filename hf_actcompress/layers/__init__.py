@@ -31,6 +31,7 @@ __all__ = [
     "Store",
     "attention_codec",
     "blocks_named",
+    "everywhere",
     "find_plans",
     "keeps_more",
     "left_out",
@@ -42,13 +43,18 @@ __all__ = [
 
 def wants_plans(config: CompressionConfig) -> bool:
     """Whether a config wants plans, if only for blocks of models that are none of transformers'."""
-    return config.engine != "programs" and config.programs and not config.always_in_tiles
+    return config.engine != "programs" and config.programs
+
+
+def everywhere(config: CompressionConfig) -> bool:
+    """Whether a config wants plans for all of transformers' layers. Plans know no tiles."""
+    return wants_plans(config) and config.engine == "plans" and not config.always_in_tiles
 
 
 def left_out(model: nn.Module, config: CompressionConfig) -> dict[int, str]:
     """The layers and blocks that a config wants to run by plans and whose modules keep what no plan keeps: by the id of
     each, the reason."""
-    units = units_of(model, config.engine == "plans", config.blocks) if wants_plans(config) else []
+    units = units_of(model, everywhere(config), config.blocks) if wants_plans(config) else []
     names = {id(module): name for name, module in model.named_modules()} if units else {}
     reasons = {id(unit): why_not(unit, codec_of_others(config.at(names[id(unit)]))) for unit in units}
     return {unit: reason for unit, reason in reasons.items() if reason}

@@ -292,6 +292,8 @@ def why_not(layer: nn.Module, other: Codec) -> str:
             continue
         unknown = settings.role in _VARIANTS and settings.keeps != "input"
         unknown = unknown or (settings.role == Role.ATTENTION and settings.kind == "eager")
+        if getattr(settings, "tile", 0):
+            return f"{name} is computed in tiles"
         if settings.role == Role.BATCH_NORM:
             return f"{name} writes running statistics"
         if unknown or not packs_alike(settings.codec):

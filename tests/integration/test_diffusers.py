@@ -93,3 +93,9 @@ def test_int8(name: str) -> None:
     error = sum((a - b).square().sum() for a, b in zip(found, expected, strict=True) if a is not None)
     assert error.sqrt() <= 0.02 * sum(b.square().sum() for b in expected if b is not None).sqrt()
     assert kept <= SHARES[name][1] * whole
+
+
+def test_tiles_of_mlps_leave_other_blocks_their_plans() -> None:
+    """Nothing in Flux can be computed in tiles."""
+    kept = [trained("flux", SETUPS["all weights"], preset)[2] for preset in ("exact", "long")]
+    assert kept[1] <= kept[0]
