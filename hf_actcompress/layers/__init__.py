@@ -20,6 +20,7 @@ from ..modules.checkpoint import CHECKPOINT_FUNCTION, CheckpointSettings
 from ..programs import LayerSettings
 from ..programs.layer import ProgramLayerMixin
 from ..roles import Role
+from .codec_marks import has_attention
 from .layer import PlannedLayer, why_not
 from .look import kind_of
 from .showing import show
@@ -73,9 +74,8 @@ def codec_of_others(config: CompressionConfig) -> Codec:
 
 def attention_codec(layer: nn.Module, config: CompressionConfig) -> Codec:
     """The codec of what torch's attention reads and returns where the layer's own code calls it."""
-    patched = any(known.role == Role.ATTENTION for part in layer.modules() if (known := settings_of(part)) is not None)
     codec = CODECS[config.attention]
-    fits = not patched and config.attention_variant != "recomputed" and packs_alike(codec)
+    fits = not has_attention(layer) and config.attention_variant != "recomputed" and packs_alike(codec)
     return codec if fits else IDENTITY
 
 

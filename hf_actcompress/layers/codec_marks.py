@@ -15,6 +15,7 @@ from ..compilation.marks import MODULE, PART, keep
 from ..compilation.policy import CODEC, hint, made_by
 from ..modules.base import settings_of
 from ..ops.snapshot import Snapshot
+from ..roles import Role
 
 # parts that are made of heads [B, H, T, D]; they are packed as [B, T, H, D]
 _HEADS = frozenset({"q", "k", "v", "output"})
@@ -67,6 +68,11 @@ def name_codecs(snapshot: Snapshot, layer: nn.Module) -> None:
             snapshot.replace(module, "actcompress", named)
 
 
+def has_attention(layer: nn.Module) -> bool:
+    """Whether there is a patched attention module in a layer."""
+    return any(known.role == Role.ATTENTION for part in layer.modules() if (known := settings_of(part)) is not None)
+
+
 def _marked_attention(output: bool, /, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     q, k, v = (keep(x, MODULE + PART + part) for x, part in zip((query, key, value), "qkv", strict=True))
     y = nn.functional.scaled_dot_product_attention(q, k, v, *args, **kwargs)
@@ -74,9 +80,12 @@ def _marked_attention(output: bool, /, query: Tensor, key: Tensor, value: Tensor
 
 
 def attention_marks(layer: nn.Module) -> dict[Callable[..., Any], Callable[..., Any]]:
-    """Let calls of torch's attention mark what they read and return as the layer's own, if it has a codec."""
+    """Let calls of torch's attention mark what they read and return as the layer's own, if it has a codec.
+
+    Patched attention modules mark this themselves.
+    """
     codec = getattr(settings_of(layer), "codec", IDENTITY)
-    if codec == other_codec(layer) == IDENTITY:
+    if codec == other_codec(layer) == IDENTITY or has_attention(layer):
         return {}
     # without a codec for it, the output has that of the linear layer that reads it
     marked = partial(_marked_attention, codec != IDENTITY)
