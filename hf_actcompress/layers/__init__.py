@@ -62,9 +62,10 @@ def left_out(model: nn.Module, config: CompressionConfig) -> dict[int, str]:
 
 
 def keeps_more(layer: nn.Module) -> bool:
-    """Whether a layer keeps more by plans than module by module: experts, and code that runs again in segments."""
-    roles = {known.role for part in layer.modules() if (known := settings_of(part)) is not None}
-    return bool(roles & {Role.EXPERTS, Role.SELECTIVE})
+    """Whether a layer needs more memory by plans than module by module: experts, and what computes one part of its
+    result after the other, such as rows of eager attention."""
+    known = [settings for part in layer.modules() if (settings := settings_of(part)) is not None]
+    return any(settings.role == Role.EXPERTS or getattr(settings, "in_parts", False) for settings in known)
 
 
 def codec_of_others(config: CompressionConfig) -> Codec:

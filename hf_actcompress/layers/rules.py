@@ -8,12 +8,14 @@ import torch
 from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
-from ..compilation.policy import apply_policy, is_view, make_again, of_forward
+from ..compilation.policy import apply_policy, hint, is_view, make_again, of_forward
 from .draws import DROPPED
 from .redraw import drawn_from, is_drawn, state_before
 from .trace import Joint
 
 aten = torch.ops.aten
+# how many features a product makes at least of each that it reads, if it is cheap to make again
+_FEW = 8
 PRODUCTS = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default}
 
 
@@ -32,10 +34,7 @@ def tag(joint: Joint) -> None:
 
 
 def _tag(node: Node, weights: dict[Node, bool]) -> None:
-    if node.target in PRODUCTS and not any(weights[x] for x in node.all_input_nodes):
-        # a product of activations, such as the scores of eager attention
-        make_again(node)
-    elif node.target in (DROPPED, drawn_from) or is_view(node) or _is_depthwise(node):
+    if node.target in (DROPPED, drawn_from) or is_view(node) or _is_depthwise(node) or _is_cheap_product(node, weights):
         make_again(node)
     elif node.target is aten.native_layer_norm.default and _is_sum(x := node.args[0]) and _is_narrow(x):
         # what a norm reads is kept, and not its two summands
@@ -43,6 +42,16 @@ def _tag(node: Node, weights: dict[Node, bool]) -> None:
     elif _is_sum(node) and len(products := set(map(_product_in, node.all_input_nodes))) == 2 and None not in products:
         # of a base layer's and an adapter's product the sum is kept, as it is cast
         _narrowest(node).meta["recompute"] = CheckpointPolicy.MUST_SAVE
+
+
+def _is_cheap_product(node: Node, weights: dict[Node, bool]) -> bool:
+    """Whether a product is one of activations, such as the scores of eager attention; or makes many features of a few,
+    as the second one of an adapter does, so that what it reads is smaller than what it makes."""
+    if node.target not in PRODUCTS:
+        return False
+    matrix = node.all_input_nodes[-1].meta["val"]
+    few = matrix.dim() == 2 and hint(matrix.size(0)) * _FEW <= hint(matrix.size(1))
+    return few or not any(weights[x] for x in node.all_input_nodes)
 
 
 def _is_depthwise(node: Node) -> bool:

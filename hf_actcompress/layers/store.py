@@ -175,8 +175,9 @@ def _others(layer: nn.Module) -> Others | None:
         return None
     found = {name: settings.role for name, part in layer.named_modules() if (settings := settings_of(part)) is not None}
     # a linear layer keeps its input, and has no codec for what it makes
-    inputs = {name for name, role in found.items() if role in (Role.LINEAR, Role.DROPOUT)}
-    rest = {name for name, role in found.items() if role not in (Role.LINEAR, Role.DROPOUT, Role.LAYER)}
+    inputs_only = (Role.LINEAR, Role.DROPOUT)
+    inputs = {name for name, role in found.items() if role in inputs_only}
+    rest = {name for name, role in found.items() if role not in (*inputs_only, Role.LAYER, Role.SELECTIVE)}
     return Others(frozenset(inputs), frozenset(rest), attention=settings_of(layer).codec != IDENTITY)  # type: ignore[union-attr]
 
 

@@ -44,9 +44,20 @@ _SMALL = 0.25
 
 @dataclass(frozen=True, kw_only=True)
 class SelectiveSettings(Settings):
-    """Also how many tokens of a linear attention are computed at a time; 0: all."""
+    """Also how many tokens of a linear attention are computed at a time; 0: all.
+
+    Args:
+        segment: That many tokens.
+        in_rows: Whether eager attention computes some rows of queries at a time.
+    """
 
     segment: int = 0
+    in_rows: bool = False
+
+    @property
+    def in_parts(self) -> bool:
+        """Whether it computes one part of its result after the other."""
+        return self.in_rows or self.segment > 0
 
 
 class CachedSelectiveMixin(SelectiveMixin):
@@ -102,9 +113,14 @@ def find_selective(module: nn.Module, config: CompressionConfig) -> Site | None:
     if not names & _KEEPING or names & _DECIDING or not _is_its_own(module, names) or not _has_small_rest(module):
         return None
     settings = SelectiveSettings(
-        Role.SELECTIVE, codec=CODECS[config.other], keeps="outputs of linear layers", segment=segment_of(config)
-    )
+        Role.SELECTIVE, codec=CODECS[config.other], keeps="outputs of linear layers", segment=segment_of(config),
+        in_rows=_in_rows(type(module)),
+    )  # fmt: skip
     return Site(CachedSelectiveMixin, settings)
+
+
+def _in_rows(stock_class: Any) -> bool:
+    return copy_in_rows(stock_class) is not None
 
 
 def _is_its_own(module: nn.Module, names: frozenset[str]) -> bool:

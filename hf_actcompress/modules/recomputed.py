@@ -17,6 +17,8 @@ class RecomputedMixin(ModuleMixin):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         x, settings = only_tensor(args, kwargs), self.actcompress
+        if compilation.is_traced() and settings is not None and x is not None and x.requires_grad:
+            return super().forward(compilation.offer(x, settings.codec_name))
         if x is None or settings is None or compilation.is_traced() or is_sharded(self):
             return super().forward(*args, **kwargs)
         own = ops.Snapshot(self, code_of, buffers=True)
