@@ -8,7 +8,7 @@ import torch
 from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
-from ..compilation.policy import apply_policy, is_view, make_again, of_forward
+from ..compilation.policy import apply_policy, is_view, make_again, numel, of_forward
 from .draws import DROPPED
 from .redraw import drawn_from, is_drawn, state_before
 from .trace import Joint
@@ -35,6 +35,9 @@ def _tag(node: Node, weights: dict[Node, bool]) -> None:
     if node.target in PRODUCTS and not any(weights[x] for x in node.all_input_nodes):
         # a product of activations, such as the scores of eager attention
         make_again(node)
+    elif node.target in PRODUCTS and all(weights[x] for x in node.all_input_nodes) and _is_of_low_rank(node):
+        # a weight of an adapter, such as one of all experts: it has many times the bytes of its factors
+        make_again(node)
     elif node.target in (DROPPED, drawn_from) or is_view(node) or _is_depthwise(node):
         make_again(node)
     elif node.target is aten.native_layer_norm.default and _is_sum(x := node.args[0]) and _is_narrow(x):
@@ -43,6 +46,11 @@ def _tag(node: Node, weights: dict[Node, bool]) -> None:
     elif _is_sum(node) and len(products := set(map(_product_in, node.all_input_nodes))) == 2 and None not in products:
         # of a base layer's and an adapter's product the sum is kept, as it is cast
         _narrowest(node).meta["recompute"] = CheckpointPolicy.MUST_SAVE
+
+
+def _is_of_low_rank(product: Node) -> bool:
+    """Whether a product has more elements than its two factors together."""
+    return sum(numel(x.meta["val"]) for x in product.args[-2:]) < numel(product.meta["val"])  # type: ignore[union-attr]
 
 
 def _is_depthwise(node: Node) -> bool:
