@@ -50,7 +50,8 @@ def _tag(node: Node, weights: dict[Node, bool]) -> None:
 
 def _is_of_low_rank(product: Node) -> bool:
     """Whether a product has more elements than its two factors together."""
-    return sum(numel(x.meta["val"]) for x in product.args[-2:]) < numel(product.meta["val"])  # type: ignore[union-attr]
+    first, second = (numel(x.meta["val"]) for x in product.args[-2:])  # type: ignore[union-attr]
+    return first + second < numel(product.meta["val"])
 
 
 def _is_depthwise(node: Node) -> bool:
