@@ -8,7 +8,7 @@ import torch
 from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
-from ..compilation.policy import apply_policy, hint, is_view, make_again, of_forward
+from ..compilation.policy import apply_policy, hint, is_view, make_again, numel, of_forward
 from .draws import DROPPED
 from .redraw import drawn_from, is_drawn, state_before
 from .trace import Joint
@@ -45,13 +45,25 @@ def _tag(node: Node, weights: dict[Node, bool]) -> None:
 
 
 def _is_cheap_product(node: Node, weights: dict[Node, bool]) -> bool:
-    """Whether a product is one of activations, such as the scores of eager attention; or makes many features of a few,
-    as the second one of an adapter does, so that what it reads is smaller than what it makes."""
+    """Whether a product is cheap to make again for what it has in bytes.
+
+    That is one of activations, such as the scores of eager attention; one that makes many features of a few, as the
+    second one of an adapter does; and a weight of an adapter that is larger than its two factors together.
+    """
     if node.target not in PRODUCTS:
         return False
-    matrix = node.all_input_nodes[-1].meta["val"]
-    few = matrix.dim() == 2 and hint(matrix.size(0)) * _FEW <= hint(matrix.size(1))
-    return few or not any(weights[x] for x in node.all_input_nodes)
+    made = [weights[x] for x in node.all_input_nodes]
+    return not any(made) or _is_of_few(node) or (all(made) and _is_of_low_rank(node))
+
+
+def _is_of_few(product: Node) -> bool:
+    matrix = product.all_input_nodes[-1].meta["val"]
+    return matrix.dim() == 2 and hint(matrix.size(0)) * _FEW <= hint(matrix.size(1))
+
+
+def _is_of_low_rank(product: Node) -> bool:
+    first, second = (numel(x.meta["val"]) for x in product.args[-2:])  # type: ignore[union-attr]
+    return first + second < numel(product.meta["val"])
 
 
 def _is_depthwise(node: Node) -> bool:

@@ -10,6 +10,7 @@ from torch import nn
 
 from ..config import CompressionConfig
 from ..errors import MissingExtraError, ModelConfigError
+from ..modules.adapted_weights import adapts_a_weight
 from ..modules.adapter import AdapterMixin
 from ..modules.base import Settings
 from ..roles import Role
@@ -83,7 +84,18 @@ def with_lora(model: nn.Module, lora: Any) -> nn.Module:
         adapted: nn.Module = peft.get_peft_model(model, lora)
     except (ValueError, TypeError, NotImplementedError) as error:
         raise _no_lora(model, error) from error
+    missed = [name for name in lora.target_parameters or () if not any(_adapts(m, name) for m in adapted.modules())]
+    if missed:
+        raise ModelConfigError(
+            f"a {type(model).__name__} has no parameter {', '.join(missed)} for LoRA's target_parameters (experts that "
+            "are packed have none); leave them out, or estimate the model without quantisation"
+        )
     return adapted
+
+
+def _adapts(module: Any, target: str) -> bool:
+    """Whether it is the adapter of a parameter with that name, of which PEFT compares the end."""
+    return is_adapter(module) and adapts_a_weight(module) and target.rpartition(".")[2] == module.parameter_name
 
 
 def _lora_config(lora: Any, targets: Any) -> Any:

@@ -6,10 +6,8 @@ gated product and the output of the second projection are not kept.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from operator import getitem
 from typing import Any
 
@@ -18,8 +16,7 @@ from torch import Tensor, nn
 
 from .. import compilation, ops
 from ..ops.experts import GroupedProducts
-from ..private_apis.parametrizations import registered_without_writing
-from ..records import declare, known_record, parameter, stored_exact, whole_record_of
+from ..records import declare, known_record, stored_exact, whole_record_of
 from .base import ModuleMixin, Settings, has_hooks, keeps_for_backward
 
 GROUPED = "grouped_mm"
@@ -53,7 +50,7 @@ class ExpertsMixin(ModuleMixin):
         settings = self.actcompress
         if given is None or settings is None or not self._is_ordinary():
             return super().forward(*args, **kwargs)  # type: ignore[no-any-return]
-        up, down = _weight(self, self._first), _weight(self, "down_proj")
+        up, down = getattr(self, self._first), self.down_proj
         up_bias = getattr(self, f"{self._first}_bias") if self.has_bias else None
         down_bias = self.down_proj_bias if self.has_bias else None
         if not keeps_for_backward(*given[::2], up, down, up_bias, down_bias):
@@ -108,33 +105,6 @@ def _gate_of(module: Any) -> Any:
 
 def _activation_of(module: Any) -> Any:
     return module.act_fn
-
-
-def _weight(module: Any, name: str) -> Any:
-    """A weight of all experts. If an adapter of PEFT has computed it, it is declared as derived."""
-    weight = getattr(module, name)
-    made = None if isinstance(weight, nn.Parameter) else module._modules.get("parametrizations")
-    if made is not None and name in made and len(made[name]) == 1:
-        adapter = made[name][0]
-        own = {name: value.detach() for name, value in vars(adapter).items() if isinstance(value, Tensor)}
-        # some adapters hold an update as large as the weight itself: to keep that would save nothing
-        small = sum(value.nbytes for value in own.values()) < weight.nbytes
-        if type(adapter).__module__.startswith("peft.") and small and next(adapter.parameters(), None) is None:
-            # without tensors, because only those in `save_for_backward` are seen by checkpointing and offloading
-            bare = copy.copy(adapter)
-            bare.__dict__.update(dict.fromkeys(own))
-            registered_without_writing(made[name])
-            made_again = partial(_adapted, bare, tuple(own))
-            declare(weight, made_again, parameter(made[name].original), *map(stored_exact, own.values()))
-    return weight
-
-
-def _adapted(bare: nn.Module, names: tuple[str, ...], weight: Tensor, *values: Tensor) -> Tensor:
-    """A weight to which an adapter adds its part, as LoRA does for `target_parameters`; `values` are its tensors."""
-    adapter = copy.copy(bare)
-    adapter.__dict__.update(zip(names, values, strict=True))
-    y: Tensor = adapter(weight)
-    return y
 
 
 def _three(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor, Tensor] | None:

@@ -8,6 +8,7 @@ of its own. This package is the only code that stores anything on `ctx`.
 from __future__ import annotations
 
 from ._current import current, stock_only
+from .adapted import AdaptedWeight
 from .hooks import kept_through
 from .module_hooks import ModuleHooks, may_write, places_of
 from .nested import is_foreign, tensors_in, without_inference
@@ -50,6 +51,7 @@ from .selective import Forward, run_selectively
 from .storages import storage_sizes, storages_of
 
 __all__ = [
+    "AdaptedWeight",
     "Derived",
     "Forward",
     "ModuleHooks",

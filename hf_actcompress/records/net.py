@@ -5,6 +5,7 @@ While the forward of a patched model runs, saved-tensor hooks look at every tens
 - if the registry has a derived record of it (the output of a norm that an unknown attention reads),
 - if the autograd node that made it keeps everything that it was made of (the product of gate and up), or took it from
   a parameter (the weights of batched experts, one for each token; embeddings of relative positions),
+- if it is a part of a weight that an adapter has made (`adapted.py`),
 - if it is a sum or a concatenation of such tensors or of tensors that are kept (`joined.py`),
 - if it is the mask of `torch.nn.functional.dropout`: that is kept as bits.
 
@@ -36,11 +37,12 @@ from ..private_apis import next_sequence_number, saved_tensor_hooks_allowed
 from ..reference.bits import pack_mask
 from ._current import Netting, current
 from .activations import codec_for, is_activation
+from .adapted import Keeping, Weights
 from .entry import Noted
 from .functional import dropout_of_mask, is_saved_by_checkpointing, narrow_indices, widened
 from .held import Held, Kept, Made, Mask, counted, value_of
 from .joined import Finder, Trials, is_asked, is_exact, joined, made_exactly, made_in_order, slotted, unsharded
-from .nodes import Pointwise, computation, gathered_from, pointwise, proved, rows
+from .nodes import Pointwise, computation, gathered_from, pointwise, proved
 from .outside import hooks_outside, stands_before
 from .padding import checkpointed, is_dropped, keeps_nothing_new, rows_left_out
 from .parts import Parts, is_part
@@ -73,6 +75,7 @@ class Net(Netting):
         self._outputs: dict[tuple[int, int], weakref.ref[Held]] = {}
         # outer hooks may move away what entries hold
         self.declared = Noted(self._parts is not None)
+        self._weights = Weights(self.declared)
         # how the tensor is computed again about which an op of ours has asked last
         self._asked: Held | None = None
         # id of a tensor object -> how it is computed again; an entry ends with the object
@@ -111,6 +114,7 @@ class Net(Netting):
         """Drop what only a forward in progress needs. The hooks are methods of this object and keep it alive."""
         del self.hooks
         self.declared.clear()
+        self._weights.clear()
         if self._parts is not None:
             self._parts.close()
         self._asked = None
@@ -198,7 +202,7 @@ class Net(Netting):
 
     def _by_its_node(self, x: Tensor, own: bool) -> Made | None:
         # it may have been modified in place under no_grad, which its node does not show
-        found = None if x._version else self._gathered(x) or self._pointwise(x.grad_fn, x)
+        found = None if x._version else self._of_weight(x) or self._pointwise(x.grad_fn, x)
         # without a report, our own ops ask about these alone
         joins = found is None and (not own or is_asked(x) or is_part(x))
         held = made_in_order(*found, x) if found else self._joined(x) if joins else None
@@ -247,11 +251,9 @@ class Net(Netting):
             return None
         return computation(row, node), sources
 
-    def _gathered(self, x: Tensor) -> tuple[Callable[..., Tensor], list[Held]] | None:
-        """How x is made again, if it is rows of a weight (an expert's weight for each token); else None."""
-        weight = gathered_from(x.grad_fn)
-        index = None if weight is None else self.saved_by(x.grad_fn)
-        return (rows, [self._kept(weight), *index]) if weight is not None and index and len(index) == 1 else None
+    def _of_weight(self, x: Tensor) -> tuple[Callable[..., Tensor], list[Held]] | None:
+        """How x is made again, if it is a part or rows of a weight (an expert's weight for each token); else None."""
+        return self._weights.made(x, Keeping(self.saved_by, self._kept, self._by_record))
 
     def saved_by(self, node: Any) -> list[Held]:
         """See `Netting`."""

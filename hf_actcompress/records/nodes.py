@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.nn import Parameter
 from torch.nn import functional as F
 
 from ..private_apis import unset_fake_temporarily
@@ -124,21 +123,20 @@ def pointwise(node: Any) -> Pointwise | None:
     return None if row is not None and row.pools and set(node._saved_stride) != {1} else row
 
 
-def gathered_from(node: Any) -> Parameter | None:
-    """The parameter from which a node gathered rows by one index tensor, as batched experts do; None for other nodes.
+def gathered_from(node: Any) -> tuple[Any, int] | None:
+    """The node, and which of its outputs, from which a node gathered rows by one index tensor; None for other nodes.
 
-    An embedding gathers rows, too, for example of relative positions for each pair of tokens.
+    Batched experts gather weights so, and an embedding, for example of relative positions for each pair of tokens.
     """
     kind = type(node).__name__
     if kind != "EmbeddingBackward0" and (kind != "IndexBackward0" or len(node._raw_saved_indices) != 1):
         return None
-    source = node.next_functions[0][0] if node.next_functions else None
-    leaf = getattr(source, "variable", None)
-    return leaf if isinstance(leaf, Parameter) else None
+    source: tuple[Any, int] | None = node.next_functions[0] if node.next_functions else None
+    return None if source is None or source[0] is None else source
 
 
 def rows(weight: Tensor, index: Tensor) -> Tensor:
-    """Recompute function of rows that were taken from a parameter by indices."""
+    """Recompute function of rows that were taken from a weight by indices."""
     return weight[index]
 
 

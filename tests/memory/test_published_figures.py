@@ -97,9 +97,41 @@ def _llama_tokens(card: int) -> float:
     return few + (card * GIB - _llama_bytes(few)) / each
 
 
+def _gpt_oss(config: str | None, **options: Any) -> float:
+    """gpt-oss-20b with LoRA on its attention, at most 2,048 tokens; its experts as they are published, in mxfp4."""
+    sizes = {
+        "num_hidden_layers": 24, "hidden_size": 2_880, "intermediate_size": 2_880, "num_local_experts": 32,
+        "num_experts_per_tok": 4, "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64,
+        "vocab_size": 201_088, "quantization_config": {"quant_method": "mxfp4"},
+    }  # fmt: skip
+    found = estimate(
+        hf.GptOssConfig(**sizes), batch_size=1, seq_len=1024, config=config, dtype="bf16", lora=_ATTENTION,
+        gradient_checkpointing=True, **options,
+    )  # fmt: skip
+    return found.total_peak_bytes / 1e9
+
+
+def _qwen3_moe(config: str | None, part: Callable[[Any], int], lora: LoraConfig = _ATTENTION) -> float:
+    """Qwen3-30B-A3B in 16 bits with LoRA."""
+    sizes = {
+        "num_hidden_layers": 48, "hidden_size": 2_048, "moe_intermediate_size": 768, "intermediate_size": 6_144,
+        "num_experts": 128, "num_experts_per_tok": 8, "num_attention_heads": 32, "num_key_value_heads": 4,
+        "head_dim": 128, "vocab_size": 151_936, "tie_word_embeddings": False,
+    }  # fmt: skip
+    found = estimate(
+        hf.Qwen3MoeConfig(**sizes), batch_size=1, seq_len=1024, config=config, dtype="bf16", lora=lora,
+        gradient_checkpointing=config is None,
+    )  # fmt: skip
+    return part(found) / 1e9
+
+
 # their figures lie exactly on one line: 404.75 tokens for each GiB
 _TOKENS = {12: 932, 16: 2_551, 24: 5_789, 40: 12_264, 48: 15_502, 80: 28_454}
 _SMI = "theirs is what nvidia-smi shows less the context: what the allocator reserved, 1.1 to 1.3 of what is allocated"
+_PACKED = (
+    "theirs packs the attention too (0.9 GB less), keeps embeddings in the host's memory (1.2 GB less) and unpacks one "
+    "expert at a time (0.8 GB less than a layer's larger weight)"
+)
 _REAL = "a replay of equal batches; the context and batches of other lengths are in theirs"
 FIGURES = {
     "a layer, fused attention": Figure(
@@ -128,6 +160,19 @@ FIGURES = {
         "the same", 5_432, lambda: _bert(1, gradient_checkpointing=True), (0.77, 1.0), _SMI
     ),
     "BERT-large, batch 4, fp16": Figure("the same", 12_596, lambda: _bert(4, autocast="fp16"), (0.75, 1.0), _SMI),
+    "gpt-oss-20b QLoRA": Figure(
+        "Unsloth: GB at batch 1, one or two thousand tokens", 12.8, lambda: _gpt_oss(None), (1.2, 1.35), _PACKED
+    ),
+    "gpt-oss-20b QLoRA, exact": Figure("the same", 12.8, lambda: _gpt_oss("exact"), (1.15, 1.3), _PACKED),
+    "Qwen3-30B-A3B weights": Figure(
+        "30.5 billion weights of 16 bits: GB", 61.1, lambda: _qwen3_moe(None, lambda e: e.weights_bytes), (0.99, 1.01)
+    ),
+    "Qwen3-30B-A3B LoRA": Figure(
+        "Unsloth: GB, in 16 bits", 63, lambda: _qwen3_moe(None, lambda e: e.total_peak_bytes), (0.97, 1.04)
+    ),
+    "Qwen3-30B-A3B LoRA, exact without checkpointing": Figure(
+        "the same", 63, lambda: _qwen3_moe("exact", lambda e: e.total_peak_bytes), (0.97, 1.05)
+    ),
     **{
         f"Llama-3.1-8B QLoRA on {card} GB": Figure(
             "Unsloth's documentation, transformers with flash attention: tokens of the longest sequence",
@@ -148,6 +193,16 @@ def test_the_ratio(name: str) -> None:
     ratio = found / figure.value
     print(f"\n{name}: {figure.value:,.2f} published ({figure.source}), {found:,.2f} estimated, ratio {ratio:.2f}")
     assert figure.between[0] <= ratio <= figure.between[1], figure.why
+
+
+def test_lora_on_all_experts_keeps_their_weights_in_stock_alone() -> None:
+    """PEFT's "all-linear" adapts the experts of Qwen3-MoE, and stock keeps the weights that it makes of all layers."""
+    lora = LoraConfig(r=8, target_modules="all-linear")
+    weights = 48 * 128 * 3 * 2_048 * 768 * 2 / 1e9
+    stock, exact = (_qwen3_moe(config, lambda e: e.kept_bytes, lora) for config in ("stock", "exact"))
+    print(f"\nkept: {stock:.1f} GB, exact {exact:.1f} GB, the experts: {weights:.1f} GB")
+    assert stock > weights
+    assert exact < 0.06 * stock
 
 
 @pytest.mark.parametrize("batch_size", [4, 8])

@@ -14,7 +14,6 @@ from torch import Tensor
 from hf_actcompress import CompressionConfig, patch_model, patch_report, unpatch_model
 from hf_actcompress.modules.base import settings_of
 from hf_actcompress.modules.experts import ExpertsMixin
-from hf_actcompress.private_apis import parametrizations
 from tests.oracle import EXACT, assert_equal_bits, kept_bytes
 
 H, FFN, EXPERTS, CHOICES, TOKENS = 64, 32, 8, 2, 480
@@ -162,57 +161,6 @@ def test_the_net_knows_what_other_implementations_keep(implementation: str) -> N
     assert bytes_kept[0] - bytes_kept[1] >= max(weights, 0.3 * bytes_kept[0])
 
 
-BATCH = {"input_ids": torch.arange(2 * 24).view(2, 24), "labels": torch.arange(2 * 24).view(2, 24)}
-
-
-def with_lora() -> Any:
-    """Experts with LoRA's `target_parameters`."""
-    peft = pytest.importorskip("peft")
-    if not hasattr(peft.tuners.lora.layer, "_LoraFactorsProxy"):
-        pytest.skip("this PEFT makes the whole difference of the weights")
-    names = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-    torch.manual_seed(0)
-    model = peft.get_peft_model(MODELS["mixtral"](), peft.LoraConfig(target_modules=[], target_parameters=names, r=2))
-    for name, p in model.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(p, std=0.1)
-    # the Trainer does this under gradient checkpointing; the first projection then needs its weight in backward
-    model.enable_input_require_grads()
-    return model.train()
-
-
-def test_weights_of_experts_with_lora_are_made_again() -> None:
-    """Stock keeps the weights of all experts, with what the adapter adds."""
-    stock = with_lora()
-    ours = patch_model(copy.deepcopy(stock), CompressionConfig(loss_head=False))
-    for model in (stock, ours):
-        model(**BATCH).loss.backward()
-    for a, b in zip(ours.parameters(), stock.parameters(), strict=True):
-        assert (a.grad is None) == (b.grad is None)
-        if a.grad is not None:
-            torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-7)
-    bytes_kept = [kept_bytes(lambda model=model: model(**BATCH).loss) for model in (stock, ours)]
-    assert bytes_kept[0] - bytes_kept[1] >= EXPERTS * 3 * H * FFN * 4
-
-
-@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
-def test_other_calls_of_experts_with_lora_write_nothing(mode: Callable[[], Any]) -> None:
-    """PEFT registers its adapters again in each call. A write into the weights is still found."""
-    ours = patch_model(with_lora(), CompressionConfig(loss_head=False))
-    wanted = [p for p in ours.parameters() if p.requires_grad]
-    expected = torch.autograd.grad(ours(**BATCH).loss, wanted)
-    loss = ours(**BATCH).loss
-    with mode():
-        ours(**BATCH)
-        ours(**BATCH)
-    assert_equal_bits(torch.autograd.grad(loss, wanted), expected)
-    loss = ours(**BATCH).loss
-    with torch.no_grad():
-        next(p for name, p in ours.named_parameters() if name.endswith("gate_up_proj")).mul_(2)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
-
-
 def test_frozen_experts_and_unpatching() -> None:
     model = MODELS["mixtral"]().train()
     stock_class = type(model.model.layers[0].mlp.experts)
@@ -229,11 +177,3 @@ def test_frozen_experts_and_unpatching() -> None:
             torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-7)
     unpatch_model(model)
     assert type(model.model.layers[0].mlp.experts) is stock_class
-
-
-def test_the_first_call_with_adapters_draws_no_numbers() -> None:
-    """Otherwise the first forward of a process would have other dropout masks than stock's."""
-    parametrizations._counted_writes.cache_clear()
-    before = torch.get_rng_state()
-    assert parametrizations._counted_writes(False) > 0
-    assert torch.equal(torch.get_rng_state(), before)
