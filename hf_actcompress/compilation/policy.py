@@ -99,6 +99,9 @@ def _take_out(graph: Graph, mark: Node, held: set[Node]) -> None:
             make_again(made)
             made.meta[LOGITS] = True
     else:
+        while made.target is torch.ops.aten.clone.default:
+            # in another order in memory, such as attention's output: what was copied is kept, and its backward reads it
+            made = made_by(made.all_input_nodes[0])
         if wish == KEEP:
             made.meta.setdefault("recompute", CheckpointPolicy.MUST_SAVE)
         if codec != PLAIN and made not in held and not (wish != KEEP and CODEC in made.meta):

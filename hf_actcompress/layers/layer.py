@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..codecs import IDENTITY, Codec, packs_alike
-from ..modules.base import is_sharded, recording, settings_of
+from ..modules.base import Settings, is_sharded, recording, settings_of
 from ..modules.checkpoint import KeptInput
 from ..ops.autocast import autocast_dtype
 from ..ops.region import region_in_progress
@@ -237,6 +237,11 @@ class PlannedLayer:
         return (known.returned.put_together(made[:count], [*given.tensors, *given.caches, *given.integers]),)
 
 
+def _is_for_modules(attention: Settings) -> bool:
+    """Whether attention keeps its output beside rounded queries and keys, from which it runs again; or is eager."""
+    return attention.kind == "eager" or (attention.keeps == "recomputed" and attention.codec != IDENTITY)
+
+
 def is_plain_weight(x: Any) -> bool:
     """Whether a weight or a buffer is a plain tensor of numbers, none of a class of its own."""
     return x is None or (type(x) in _WEIGHTS and x.layout == torch.strided)
@@ -283,15 +288,18 @@ def why_not(layer: nn.Module, other: Codec) -> str:
         return f"codec {other} is not for plans"
     if "forward" in vars(layer):
         return "its forward was replaced"
-    weights = (x for part in layer.modules() for x in (*part._parameters.values(), *part._buffers.values()))
-    if not all(map(is_plain_weight, weights)):
+    parameters = [x for part in layer.modules() for x in part._parameters.values() if x is not None]
+    buffers = [x for part in layer.modules() for x in part._buffers.values() if x is not None]
+    # quantised ones, also in an estimate, whose weights have no data and no class of their own
+    packed = any(not x.is_floating_point() for x in parameters)
+    if packed or not all(map(is_plain_weight, (*parameters, *buffers))):
         return "a weight is no plain parameter"
     for name, module in layer.named_modules():
         settings = settings_of(module)
         if module is layer or settings is None:
             continue
         unknown = settings.role in _VARIANTS and settings.keeps != "input"
-        unknown = unknown or (settings.role == Role.ATTENTION and settings.kind == "eager")
+        unknown = unknown or (settings.role == Role.ATTENTION and _is_for_modules(settings))
         if getattr(settings, "tile", 0):
             return f"{name} is computed in tiles"
         if settings.role == Role.BATCH_NORM:

@@ -254,9 +254,10 @@ def _traced(
     name = settings.codec_name
     q, k, v = (compilation.keep(x, compilation.part_of(name, part)) for part, x in zip("qkv", qkv, strict=True))
     out = stock(q, k, v, mask, bias)
-    # as module by module: where a bias is given, scores may be large, and statistics do not fit rounded ones
-    unscaled = bias is not None and name != compilation.PLAIN and not torch.compiler.is_compiling()
-    if settings.keeps == "recomputed" or unscaled:
+    if bias is not None and name != compilation.PLAIN and not torch.compiler.is_compiling():
+        # scores may be large, and statistics do not fit rounded ones: module by module it runs again in backward
+        raise NotImplementedError("attention with a bias and a codec is not for plans")
+    if settings.keeps == "recomputed":
         return compilation.recompute(out)
     return out if name == compilation.PLAIN else compilation.keep(out, compilation.part_of(name, "output"))
 

@@ -115,7 +115,10 @@ class ProgramLayerMixin(ModuleMixin):
         Blocks of diffusers give the modules inside of them to their function.
         """
         settings = self.actcompress
-        if not (isinstance(layer, partial) and getattr(layer.func, "__self__", None) is self):
+        own = isinstance(layer, partial) and any(
+            x is self for x in (*layer.args, getattr(layer.func, "__self__", None))
+        )
+        if not own:
             return checkpoint(layer, *args)
         # without args `layer` is a call of the layer, which would run its hooks, too
         if settings is not None and (layer.args or not has_hooks(self)) and not _in_tiles(self, args):

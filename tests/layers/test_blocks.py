@@ -193,12 +193,15 @@ def test_objects_are_alike_by_their_attributes(traces: list[str]) -> None:
     assert traces == ["Processed"] * 3
 
 
-def test_models_of_transformers_run_as_before() -> None:
+def test_layers_of_transformers_without_a_program() -> None:
     sizes = {"hidden_size": 32, "n_layer": 1, "n_head": 4, "vocab_size": 64}
-    bloom = patch_model(BloomForCausalLM(BloomConfig(**sizes)))
-    assert not plans_of(bloom)
-    assert [row.kind for row in patch_report(bloom).rows if row.role == "layer"] == ["module by module"]
-    assert plans_of(patch_model(BloomForCausalLM(BloomConfig(**sizes)), CompressionConfig(engine="plans")))
+    for engine, kind in (("auto", "plan"), ("plans", "plan"), ("programs", "module by module")):
+        bloom = patch_model(BloomForCausalLM(BloomConfig(**sizes)), CompressionConfig(engine=engine))
+        assert [row.kind for row in patch_report(bloom).rows if row.role == "layer"] == [kind]
+        assert len(plans_of(bloom)) == (kind == "plan")
+    llama = LlamaConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4, vocab_size=64)
+    report = patch_report(patch_model(LlamaForCausalLM(llama)))
+    assert [row.kind for row in report.rows if row.role == "layer"] == ["program"]
 
 
 def test_what_no_plan_does_goes_module_by_module() -> None:

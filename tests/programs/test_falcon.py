@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import FalconConfig, FalconForCausalLM
 
-from hf_actcompress import patch_model
+from hf_actcompress import CompressionConfig, patch_model
 from hf_actcompress.memory.measurement.allocator import kept_bytes
 from tests.families import VOCAB, Batch, cast_batch, differing, mode_of, step
 from tests.programs.pairs import DTYPES, LEAVES, MODES, PROGRAMS, calls
@@ -80,6 +80,6 @@ def test_the_cache_is_filled_as_stock_fills_it() -> None:
 
 def test_codecs_go_leaf_by_leaf() -> None:
     """With codecs, the leaf path keeps other tensors of attention than a program would."""
-    model = patch_model(build("one head of keys"), "int8")
+    model = patch_model(build("one head of keys"), CompressionConfig.from_preset("int8", engine="programs"))
     step(model, make_batch())
     assert not calls(model)

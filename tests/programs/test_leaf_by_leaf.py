@@ -153,7 +153,8 @@ def test_the_report_names_programs_and_layers_without() -> None:
     rows = [row for row in patch_report(pair("llama")[1]).rows if row.role == "layer"]
     assert [row.kind for row in rows] == ["program", "program"]
     bloom = BloomForCausalLM(BloomConfig(hidden_size=32, n_layer=1, n_head=4, vocab_size=64))
-    (row,) = [row for row in patch_report(patch_model(bloom, PROGRAMS)).rows if row.role == "layer"]
+    patch_model(bloom, replace(PROGRAMS, engine="programs"))
+    (row,) = [row for row in patch_report(bloom).rows if row.role == "layer"]
     assert row.kind == "module by module" and row.note.endswith("it runs module by module")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -86,5 +87,5 @@ def test_with_adapters(name: str, stack: str) -> None:
 
 @pytest.mark.parametrize("name", WITHOUT)
 def test_layers_that_run_leaf_by_leaf(name: str) -> None:
-    model = patch_model(build(name, WITHOUT[name]), PROGRAMS)
+    model = patch_model(build(name, WITHOUT[name]), replace(PROGRAMS, engine="programs"))
     assert share(model, name, "padding") == 0.0
