@@ -14,7 +14,7 @@ import pytest
 from packaging.version import Version
 from torch import Tensor, nn
 
-from hf_actcompress import patch_model, patch_report, patching, versions
+from hf_actcompress import CompressionConfig, patch_model, patch_report, patching, versions
 from hf_actcompress.versions import TESTED, untested
 from tests.cli.invoke import run
 from tests.families import BY_NAME
@@ -99,7 +99,8 @@ def test_the_line_says_what_fell_back(said: Callable[[], list[str]], monkeypatch
         model = LLAMA.build(num_hidden_layers=4)
         for layer in model.model.layers:
             layer.mlp.act_fn = Branching()
-        patch_model(model)
+        # a plan is made, or not, in the first call
+        patch_model(model, CompressionConfig(engine="programs"))
     lost = patch_report(model).fall_backs()
     (line,) = said()
     assert lost[0].startswith("4 layer: ") and "module by module" in lost[0]

@@ -211,17 +211,17 @@ def is_fused(node: Node) -> bool:
 def _reads_in_registers(node: Node) -> bool:
     if is_view(node):
         return all(_reads_in_registers(user) for user in node.users)
-    return node.op == "call_function" and (is_pointwise(node) or _name(node) in _REDUCTIONS)
+    return node.op == "call_function" and (is_pointwise(node) or op_name(node) in _REDUCTIONS)
 
 
 def overwrites(node: Node) -> bool:
     """Whether a compiler may write the result over an argument of the same size."""
-    return is_pointwise(node) or _name(node) in _UPDATES
+    return is_pointwise(node) or op_name(node) in _UPDATES
 
 
 def is_pointwise(node: Node) -> bool:
     tags = getattr(node.target, "tags", ())
-    return torch.Tag.pointwise in tags or _name(node) in _FUSED
+    return torch.Tag.pointwise in tags or op_name(node) in _FUSED
 
 
 def is_cheap(node: Node) -> bool:
@@ -232,7 +232,7 @@ def is_cheap(node: Node) -> bool:
     if packet in ops.compute_intensive_ops or packet in ops.random_ops or is_view(node):
         return False
     pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ())
-    if not (pointwise or packet in ops.recomputable_ops or _name(node) in _CHEAP):
+    if not (pointwise or packet in ops.recomputable_ops or op_name(node) in _CHEAP):
         return False
     return pointwise or not is_statistic(node)
 
@@ -275,6 +275,7 @@ def hint(size: Any) -> int:
     return int(size if node is None else node.hint or 0)
 
 
-def _name(node: Node) -> str:
+def op_name(node: Node) -> str:
+    """The name of the op that a node calls, without its overload."""
     packet: Any = getattr(node.target, "overloadpacket", node.target)
     return str(getattr(packet, "__name__", packet)).split(".")[-1]

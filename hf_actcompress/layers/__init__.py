@@ -21,8 +21,9 @@ from ..programs import LayerSettings
 from ..programs.layer import ProgramLayerMixin
 from ..roles import Role
 from .codec_marks import has_attention
-from .layer import PlannedLayer, why_not
+from .layer import PlannedLayer
 from .look import kind_of
+from .possible import why_not
 from .showing import show
 from .store import Store
 from .units import blocks_named, units_of

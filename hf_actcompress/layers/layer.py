@@ -6,23 +6,21 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from ..codecs import IDENTITY, Codec, packs_alike
-from ..modules.base import Settings, is_sharded, recording, settings_of
+from ..codecs import IDENTITY
+from ..modules.base import is_sharded, recording, settings_of
 from ..modules.checkpoint import KeptInput
 from ..ops.autocast import autocast_dtype
 from ..ops.region import region_in_progress
 from ..ops.snapshot import MERGED, refuse_merges
-from ..private_apis import FakeTensor, as_in_first_run
+from ..private_apis import as_in_first_run
 from ..programs import handing, stages
 from ..programs.handing import Heads, let_go
 from ..programs.left_out import left_out_of
 from ..programs.stages import Stages, stops_of
 from ..records import applied
 from ..records import checkpointed as is_checkpointed
-from ..roles import Role
 from .caches import filled, is_empty
 from .checkpointed import recompute_of
 from .codec_marks import other_codec
@@ -31,17 +29,14 @@ from .given import CallArguments, Unknown
 from .look import LayerLook, kind_of
 from .packing import Packer
 from .plan import LayerPlan
+from .possible import is_plain_weight, why_not
 from .sizes import layout
 from .store import ARGUMENT, Kind, Known, Store, TraceSetting, learn
 
-# fake tensors count as plain, or an estimate would take another path than the training
-_WEIGHTS = frozenset({nn.Parameter, Tensor, nn.Buffer, FakeTensor})
 # how many states of a layer (training, evaluation, adapters) are remembered
 _STATES = 8
 # after how many calls of one form without a plan no further sizes are tried
 _TRIES = 2
-# the roles whose ops have variants with another backward than stock's
-_VARIANTS = (Role.NORM, Role.ACTIVATION, Role.LINEAR, Role.CONV2D)
 
 
 @dataclass
@@ -237,16 +232,6 @@ class PlannedLayer:
         return (known.returned.put_together(made[:count], [*given.tensors, *given.caches, *given.integers]),)
 
 
-def _is_for_modules(attention: Settings) -> bool:
-    """Whether attention keeps its output beside rounded queries and keys, from which it runs again; or is eager."""
-    return attention.kind == "eager" or (attention.keeps == "recomputed" and attention.codec != IDENTITY)
-
-
-def is_plain_weight(x: Any) -> bool:
-    """Whether a weight or a buffer is a plain tensor of numbers, none of a class of its own."""
-    return x is None or (type(x) in _WEIGHTS and x.layout == torch.strided)
-
-
 def _frozen(key: Any) -> Hashable:
     """A key of lists as one that a dictionary takes."""
     return tuple(map(_frozen, key)) if isinstance(key, list) else key
@@ -277,33 +262,3 @@ def _way(layer: nn.Module, plan: LayerPlan, keeps: KeptInput | None) -> Way:
     codecs = {x.place: x.codec_in(layer) for x in plan.packed}
     packs = [Packer(codecs[x.place], x.order) for x in plan.packed if not x.outside]
     return Way((packs,) if packs else (), [x._replace(codec=codecs.get(x.place, IDENTITY)) for x in plan.outside])
-
-
-def why_not(layer: nn.Module, other: Codec) -> str:
-    """Why no plan can do what the config asks of the modules in a layer; empty if one can.
-
-    `other` is the codec of what no patched module keeps.
-    """
-    if not packs_alike(other):
-        return f"codec {other} is not for plans"
-    if "forward" in vars(layer):
-        return "its forward was replaced"
-    parameters = [x for part in layer.modules() for x in part._parameters.values() if x is not None]
-    buffers = [x for part in layer.modules() for x in part._buffers.values() if x is not None]
-    # quantised ones, also in an estimate, whose weights have no data and no class of their own
-    packed = any(not x.is_floating_point() for x in parameters)
-    if packed or not all(map(is_plain_weight, (*parameters, *buffers))):
-        return "a weight is no plain parameter"
-    for name, module in layer.named_modules():
-        settings = settings_of(module)
-        if module is layer or settings is None:
-            continue
-        unknown = settings.role in _VARIANTS and settings.keeps != "input"
-        unknown = unknown or (settings.role == Role.ATTENTION and _is_for_modules(settings))
-        if getattr(settings, "tile", 0):
-            return f"{name} is computed in tiles"
-        if settings.role == Role.BATCH_NORM:
-            return f"{name} writes running statistics"
-        if unknown or not packs_alike(settings.codec):
-            return f"{name} keeps something in a way that plans do not know"
-    return ""

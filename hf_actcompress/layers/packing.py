@@ -15,7 +15,7 @@ from ..codecs import Codec
 from ..codecs.feature_maps import on_feature_maps
 from ..compilation.attribution import module_reading, running
 from ..compilation.packing import is_of_a_relu
-from ..compilation.policy import hint, made_by
+from ..compilation.policy import hint, made_by, op_name
 from ..programs.keeping import opened
 from ..records import Stored
 from ..records.activations import is_large
@@ -25,9 +25,7 @@ from .rules import made_of_weights
 
 aten = torch.ops.aten
 # these make losses, and sums and powers over many steps, in which an error grows
-_EXACT = {
-    aten.cumsum.default, aten.cumprod.default, aten.exp.default, aten._log_softmax.default, aten.logcumsumexp.default,
-}  # fmt: skip
+_EXACT = {"_log_softmax", "cumprod", "cumsum", "exp", "logcumsumexp"}
 
 
 @dataclass(frozen=True)
@@ -86,7 +84,7 @@ class Others:
         """Whether they take a kept tensor that no module has marked."""
         made, value = made_by(x), x.meta["val"]
         shape = [hint(value.size(i)) for i in OTHER.order(value) or range(value.dim())]
-        if made.target in _EXACT or not is_large(value.dtype, shape, _is_image(made)):
+        if op_name(made) in _EXACT or not is_large(value.dtype, shape, _is_image(made)):
             return False
         if made.target is operator.getitem and made.args[1] != 0:
             # the statistics of an op

@@ -83,8 +83,7 @@ class Net(Netting):
 
     def pack(self, x: Tensor) -> Held:
         """What autograd holds in place of x [any shape], which is being saved."""
-        # the current node's number, which it has before it saves; read it now, because a proof may make further nodes
-        # torch's checkpointing saves its inputs without a node
+        # the current node's number, read before a proof makes further nodes; checkpointing saves inputs without a node
         number = None if is_saved_by_checkpointing(1) else next_sequence_number() - 1
         if self._parts is not None:
             self._parts.settle()

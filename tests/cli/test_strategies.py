@@ -90,6 +90,8 @@ def test_peft_finds_no_bitsandbytes_for_an_estimate_and_finds_it_again_afterward
     pytest.importorskip("bitsandbytes")
     available = pytest.importorskip("peft.import_utils").is_bnb_available
     monkeypatch.delitem(sys.modules, "bitsandbytes")
+    # where diffusers has asked for it already, it is not hidden
+    monkeypatch.delitem(sys.modules, "diffusers", raising=False)
     available.cache_clear()
     with without_bitsandbytes():
         assert not available()
