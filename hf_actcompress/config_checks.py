@@ -72,6 +72,10 @@ def check(config: Any) -> None:
     for field, variants in VARIANTS.items():
         if getattr(config, field) not in variants:
             raise UnknownOptionError(field, getattr(config, field), variants)
+    if config.blocks and not config.programs:
+        raise UnknownOptionError("with blocks, programs", False, [True], refused=True)
+    if config.blocks and config.engine == "programs":
+        raise UnknownOptionError("with blocks, engine", config.engine, ["auto", "plans"], refused=True)
     _check_attention(config)
     _check_checkpoints(config)
     _check_tokens(config)
@@ -127,13 +131,12 @@ def name_of(codec: Any) -> Any:
 
 def names_of_blocks(blocks: Any) -> tuple[str, ...]:
     """The names of blocks that were given as names or classes. Raises UnknownOptionError."""
-    if not isinstance(blocks, tuple) or not all(isinstance(x, str) or is_class_of_modules(x) for x in blocks):
+    if not isinstance(blocks, tuple) or not all(isinstance(x, str) or _is_class_of_modules(x) for x in blocks):
         raise UnknownOptionError("blocks", blocks, ["a tuple of names of modules and of classes"], refused=True)
     return tuple(x if isinstance(x, str) else x.__name__ for x in blocks)
 
 
-def is_class_of_modules(value: Any) -> bool:
-    """Whether it is a class whose objects are modules."""
+def _is_class_of_modules(value: Any) -> bool:
     return isinstance(value, type) and issubclass(value, nn.Module)
 
 

@@ -100,7 +100,7 @@ def _take_out(graph: Graph, mark: Node, held: set[Node]) -> None:
             made.meta[LOGITS] = True
     else:
         while made.target is torch.ops.aten.clone.default:
-            # in another order in memory, such as attention's output: what was copied is kept, and its backward reads it
+            # attention's output in another order in memory: the source is kept, and backward copies it again
             made = made_by(made.all_input_nodes[0])
         if wish == KEEP:
             made.meta.setdefault("recompute", CheckpointPolicy.MUST_SAVE)

@@ -31,7 +31,6 @@ from .units import blocks_named, units_of
 __all__ = [
     "PlannedLayer",
     "Store",
-    "attention_codec",
     "blocks_named",
     "everywhere",
     "find_plans",
@@ -58,7 +57,7 @@ def left_out(model: nn.Module, config: CompressionConfig) -> dict[int, str]:
     each, the reason."""
     units = units_of(model, everywhere(config), config.blocks) if wants_plans(config) else []
     names = {id(module): name for name, module in model.named_modules()} if units else {}
-    reasons = {id(unit): why_not(unit, codec_of_others(config.at(names[id(unit)]))) for unit in units}
+    reasons = {id(unit): why_not(unit, _codec_of_others(config.at(names[id(unit)]))) for unit in units}
     return {unit: reason for unit, reason in reasons.items() if reason}
 
 
@@ -69,12 +68,12 @@ def keeps_more(layer: nn.Module) -> bool:
     return any(settings.role == Role.EXPERTS or getattr(settings, "in_parts", False) for settings in known)
 
 
-def codec_of_others(config: CompressionConfig) -> Codec:
+def _codec_of_others(config: CompressionConfig) -> Codec:
     """The codec of what no patched module keeps."""
     return CODECS[config.other] if config.net else IDENTITY
 
 
-def attention_codec(layer: nn.Module, config: CompressionConfig) -> Codec:
+def _attention_codec(layer: nn.Module, config: CompressionConfig) -> Codec:
     """The codec of what torch's attention reads and returns where the layer's own code calls it."""
     codec = CODECS[config.attention]
     fits = not has_attention(layer) and config.attention_variant != "recomputed" and packs_alike(codec)
@@ -92,7 +91,7 @@ def find_plans(
         config: The config of the layer.
         kept: What the layer keeps where it is checkpointed; None: its input as it is.
     """
-    codec, other = attention_codec(layer, config), codec_of_others(config)
+    codec, other = _attention_codec(layer, config), _codec_of_others(config)
     if why_not(layer, other):
         return None
     store.note(*kind_of(layer, (codec, other)))

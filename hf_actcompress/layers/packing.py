@@ -80,8 +80,8 @@ class Others:
     all: frozenset[str]
     attention: bool
 
-    def take(self, x: Node, halves: Halves, parameters: int) -> bool:
-        """Whether they take a kept tensor that no module has marked."""
+    def take(self, x: Node, halves: Halves, weights: dict[Node, bool]) -> bool:
+        """Whether they take a kept tensor that no module has marked; `weights` are the nodes made of weights alone."""
         made, value = made_by(x), x.meta["val"]
         shape = [hint(value.size(i)) for i in OTHER.order(value) or range(value.dim())]
         if op_name(made) in _EXACT or not is_large(value.dtype, shape, _is_image(made)):
@@ -96,7 +96,7 @@ class Others:
         reader = module_reading(x)
         if reader in self.all or (reader in self.inputs and reader != running(made)):
             return False
-        return not made_of_weights(halves.forward.graph, parameters)[made]
+        return not weights[made]
 
 
 def _is_image(made: Node) -> bool:
@@ -106,9 +106,10 @@ def _is_image(made: Node) -> bool:
 
 def packed_in(halves: Halves, inputs: dict[Node, int], parameters: int, others: Others | None) -> Iterator[Packed]:
     """What is kept through a codec: that with which a module has marked it, or the layer's for all others."""
+    weights = made_of_weights(halves.forward.graph, parameters)
     for i, x in enumerate(halves.kept):
         mark = codec_mark(x)
-        if mark is None and others is not None and others.take(x, halves, parameters):
+        if mark is None and others is not None and others.take(x, halves, weights):
             mark = OTHER
         elif mark is not None and not mark.module and others is not None and not others.attention:
             mark = None

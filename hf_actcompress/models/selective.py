@@ -44,10 +44,10 @@ _SMALL = 0.25
 
 @dataclass(frozen=True, kw_only=True)
 class SelectiveSettings(Settings):
-    """Also how many tokens of a linear attention are computed at a time; 0: all.
+    """How a module that runs again is computed in parts.
 
     Args:
-        segment: That many tokens.
+        segment: How many tokens of a linear attention are computed at a time; 0: all.
         in_rows: Whether eager attention computes some rows of queries at a time.
     """
 

@@ -269,6 +269,9 @@ def test_blocks_that_no_module_is() -> None:
     for wrong in ("first", (7,), (int,)):
         with pytest.raises(UnknownOptionError, match="names of modules"):
             CompressionConfig(blocks=wrong)  # type: ignore[arg-type]
+    for off in ({"engine": "programs"}, {"programs": False}):
+        with pytest.raises(UnknownOptionError, match="with blocks"):
+            CompressionConfig(blocks=("first",), **off)  # type: ignore[arg-type]
 
 
 class Drawing(nn.Module):

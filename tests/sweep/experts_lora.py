@@ -18,9 +18,9 @@ import torch
 import transformers as hf
 
 from hf_actcompress import kept_bytes, patch_model
-from tests.families import Gradients, differing, oracle_step, relative_error, step
+from tests.families import Gradients, oracle_step, relative_error, step
 
-from .step import jittered, roughened
+from .step import difference, jittered, roughened
 from .table import HERE
 
 ROWS, TOKENS, WIDTH, FFN, EXPERTS, RANK = 2, 64, 64, 64, 8, 4
@@ -86,12 +86,6 @@ def run(name: str, implementation: str, preset: str | None) -> Run:
         patch_model(model, preset)
     _, gradients = step(model, batch())
     return Run(gradients, kept_bytes(lambda: model(**batch()).loss, "cpu"))
-
-
-def difference(found: Gradients, expected: Gradients) -> float:
-    """The relative error of all gradients; 0 only if they are the same bits."""
-    assert found.keys() == expected.keys() and all(g.any() for g in expected.values())
-    return relative_error(found, expected) if differing(found, expected) else 0.0
 
 
 def errors(name: str, implementation: str) -> tuple[float, float]:

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from tests.families import Fp64, cast_batch, mode_of
+from tests.families import Fp64, Gradients, cast_batch, differing, mode_of, relative_error
 from tests.oracle import pattern
 
 from .modes import Mode
@@ -148,3 +148,9 @@ def jittered(model: Any, trial: int) -> Any:
             if p.is_floating_point():
                 p.mul_(1 + 0.05 * torch.randn(p.shape, generator=generator).to(p.dtype))
     return model
+
+
+def difference(found: Gradients, expected: Gradients) -> float:
+    """The relative error of all gradients; 0 only if they are the same bits."""
+    assert found.keys() == expected.keys() and all(g.any() for g in expected.values())
+    return relative_error(found, expected) if differing(found, expected) else 0.0

@@ -8,7 +8,8 @@ import pytest
 
 peft: Any = pytest.importorskip("peft")
 
-from tests.sweep.experts_lora import IMPLEMENTATIONS, MODELS, WEIGHTS, build, difference, run  # noqa: E402
+from tests.sweep.experts_lora import IMPLEMENTATIONS, MODELS, WEIGHTS, build, run  # noqa: E402
+from tests.sweep.step import difference  # noqa: E402
 from tests.sweep.table import HERE  # noqa: E402
 
 pytestmark = [

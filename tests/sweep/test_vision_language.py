@@ -9,8 +9,9 @@ import pytest
 pytest.importorskip("peft")
 pytest.importorskip("sklearn")
 
+from tests.sweep.step import difference  # noqa: E402
 from tests.sweep.table import HERE  # noqa: E402
-from tests.sweep.vision_language import MODELS, WEIGHTS, batch_for, build, difference, run  # noqa: E402
+from tests.sweep.vision_language import MODELS, WEIGHTS, batch_for, build, run  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 every_model = pytest.mark.parametrize("name", MODELS)

@@ -21,9 +21,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hf_actcompress import kept_bytes, patch_model
-from tests.families import Gradients, differing, oracle_step, relative_error, step
+from tests.families import Gradients, oracle_step, relative_error, step
 
-from .step import jittered, roughened
+from .step import difference, jittered, roughened
 from .table import HERE
 
 ROWS, TEXT_TOKENS, SIDE, PATCH, VOCAB, PICTURE = 2, 24, 128, 8, 256, 255
@@ -137,12 +137,6 @@ def run(name: str, weights: str, preset: str | None, checkpointing: str = "") ->
     batch = {k: x.to(WEIGHTS[weights]) if x.is_floating_point() else x for k, x in batch.items()}
     _, gradients = step(model, batch)
     return Run(gradients, kept_bytes(lambda: model(**batch).loss, "cpu"))
-
-
-def difference(found: Gradients, expected: Gradients) -> float:
-    """The relative error of all gradients; 0 only if they are the same bits."""
-    assert found.keys() == expected.keys() and all(g.any() for g in expected.values())
-    return relative_error(found, expected) if differing(found, expected) else 0.0
 
 
 def errors(name: str, weights: str) -> tuple[float, float]:
