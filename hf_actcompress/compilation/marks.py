@@ -54,6 +54,11 @@ def is_traced() -> bool:
     return torch.compiler.is_compiling() or _tracing.on
 
 
+def is_traced_plan() -> bool:
+    """Whether a patched module runs to be traced for the plan of a layer."""
+    return _tracing.on
+
+
 @contextmanager
 def traced_plan() -> Iterator[None]:
     """Inside, modules run as they do for a compiler: their stock code, and marks."""

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
+from ..ops.kernel_nodes import NORMED, RSTD, RUNS, rms_norm_parts
 from ..private_apis.graphs import binding
 from ..reference import dropout_fwd, dropout_replay
 from .draws import DRAWN, DROPPED
@@ -18,6 +19,27 @@ from .redraw import Certain, drawn_from, state_before
 
 _INFIX = {operator.mul: "*", operator.add: "+", operator.sub: "-", operator.floordiv: "//", operator.mod: "%"}
 aten = torch.ops.aten
+
+
+class Pair(NamedTuple):
+    """Two calls that one function makes.
+
+    Attributes:
+        first: The op of the first call, whose result the second one takes as its second argument.
+        both: The function. It returns the second result and the first one.
+        arguments: What it takes, of the arguments of both calls.
+    """
+
+    first: Any
+    both: Callable[..., Any]
+    arguments: Callable[[Any, Any], Any]
+
+
+_PAIRS = {
+    DROPPED: Pair(DRAWN, dropout_fwd, lambda first, second: second),
+    NORMED: Pair(RSTD, rms_norm_parts, lambda first, second: first),
+}
+_WITH_NEXT = frozenset(pair.first for pair in _PAIRS.values())
 
 
 class CodeWriter:
@@ -73,10 +95,12 @@ class CodeWriter:
 
     def write(self, after: Callable[[Node], None] | None = None, needed: set[Node] | None = None) -> None:
         """Write all calls of the graph; `after` is called behind each."""
-        for node in self._graph.nodes:
-            if node.op != "call_function" or (needed is not None and node not in needed):
-                continue
-            self._call(node)
+        calls = [x for x in self._graph.nodes if x.op == "call_function" and (needed is None or x in needed)]
+        written = set(calls)
+        for node in calls:
+            if not (node.target in _WITH_NEXT and any(x in written and x.target in _PAIRS for x in node.users)):
+                self._call(node)
+            # else what is made of it follows, and both are one call
             if after is not None:
                 after(node)
             dead = [self._names[x] for x in self._last.get(node, ()) if x in self._names]
@@ -85,15 +109,10 @@ class CodeWriter:
 
     def _call(self, node: Node) -> None:
         target: Any = node.target
-        if target is DRAWN:
-            # its product follows, and both are one call of dropout
+        if target in _PAIRS and node.args[1].target is _PAIRS[target].first:  # type: ignore[union-attr]
+            self._pair(node, _PAIRS[target])
             return
-        args = [
-            self.text(x) for x in node.args if not (target is DROPPED and isinstance(x, Node) and x.target is DRAWN)
-        ]
-        if target is DROPPED and node.args[1].target is DRAWN:  # type: ignore[union-attr]
-            self._dropout(node, args)
-            return
+        args = [self.text(x) for x in node.args]
         if target is drawn_from and node.args[0].target is state_before:  # type: ignore[union-attr]
             # the state was taken just before
             target, args = node.args[2], args[3:]
@@ -111,15 +130,17 @@ class CodeWriter:
             text = f"{self.constant(direct(target))}({', '.join([*args, *words])})"
         self.lines.append(f"{self.name(node)} = {text}")
 
-    def _dropout(self, node: Node, args: list[str]) -> None:
-        state: Node = node.args[1]  # type: ignore[assignment]
-        if state in self._names:
-            # a second product with the same mask
-            self.lines.append(
-                f"{self.name(node)} = {self.constant(direct(DROPPED))}({args[0]}, {self.name(state)}, {args[1]})"
-            )
+    def _pair(self, node: Node, pair: Pair) -> None:
+        x, first, *rest = node.args
+        assert isinstance(first, Node)
+        if first in self._names:
+            # a second result of the same first one
+            args = ", ".join(map(self.text, node.args))
+            self.lines.append(f"{self.name(node)} = {self.constant(direct(node.target))}({args})")
             return
-        self.lines.append(f"{self.name(node)}, {self.name(state)} = {self.constant(dropout_fwd)}({', '.join(args)})")
+        # what the first call takes, and the second one beside its result
+        args = ", ".join(map(self.text, pair.arguments(first.args, (x, *rest))))
+        self.lines.append(f"{self.name(node)}, {self.name(first)} = {self.constant(pair.both)}({args})")
 
     def function(self, arguments: str, result: str) -> Callable[..., Any]:
         """The function that consists of the lines and returns the result."""
@@ -150,6 +171,8 @@ def direct(target: Any) -> Any:
     if target is aten.view.default:
         # kernels do not always lay a result out in memory as tensors without data say
         return Tensor.reshape
+    if target in RUNS:
+        return RUNS[target]
     return binding(target.op if isinstance(target, Certain) else target)
 
 

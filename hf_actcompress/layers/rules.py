@@ -8,7 +8,7 @@ import torch
 from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
-from ..compilation.policy import apply_policy, hint, is_view, make_again, numel, of_forward
+from ..compilation.policy import apply_policy, hint, is_view, make_again, nbytes, numel, of_forward
 from .draws import DROPPED
 from .redraw import drawn_from, is_drawn, state_before
 from .trace import Joint
@@ -31,6 +31,31 @@ def tag(joint: Joint) -> None:
     for node in graph.nodes:
         if is_drawn(node) or node.target is state_before:
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+    for node in graph.nodes:
+        if node in forward and node.meta.get("recompute") == CheckpointPolicy.PREFER_RECOMPUTE and _is_last(node):
+            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+
+
+def _is_last(node: Node) -> bool:
+    """Whether tensors of at least a node's bytes are needed for nothing but to make it: rotated queries of queries, a
+    sum of its summand. Kept itself, the node need not be made again."""
+    if is_view(node) or node.target is DROPPED:
+        return False
+    made, freed, pending = {node}, 0, set(node.all_input_nodes)
+    x = node
+    # from the last node to the first one, so that all readers of a node come before it
+    while pending:
+        x = x.prev
+        if x not in pending:
+            continue
+        pending.remove(x)
+        if x.op == "call_function" and all(user in made for user in x.users):
+            if x.meta.get("recompute") == CheckpointPolicy.PREFER_RECOMPUTE:
+                made.add(x)
+                pending.update(x.all_input_nodes)
+            elif x.target in PRODUCTS:
+                freed += nbytes(x)
+    return freed >= nbytes(node) > 0
 
 
 def _tag(node: Node, weights: dict[Node, bool]) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor
 from .. import compilation, ops
 from ..modules.attention import AttentionMixin
 from ..modules.base import keeps_for_backward
+from ..ops import kernel_nodes
 from ..reference import rope_fwd
 from .function_copies import GlobalsCopy, copy_of_forward, read_global
 from .probe import same_bits
@@ -49,7 +50,8 @@ class RotaryMixin(AttentionMixin):
 def _forward(stock_class: Any, rotary: GlobalsCopy) -> Callable[..., Any]:
     @wraps(rotary.stock)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        ours = not compilation.is_traced() and torch.is_grad_enabled() and rotary.is_of(stock_class)
+        wanted = not compilation.is_traced() or compilation.is_traced_plan()
+        ours = wanted and torch.is_grad_enabled() and rotary.is_of(stock_class)
         return (rotary.copy if ours else stock_class.forward)(self, *args, **kwargs)
 
     return forward
@@ -76,6 +78,10 @@ def _ours(stock: Callable[..., Any]) -> Callable[..., Any]:
         q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
     ) -> tuple[Tensor, Tensor]:
         wanted = cos.requires_grad or sin.requires_grad
+        nodes = compilation.is_traced_plan() and not wanted
+        turned = kernel_nodes.rope(q, k, cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)) if nodes else None
+        if turned is not None:
+            return turned
         if wanted or compilation.is_traced() or not keeps_for_backward(q, k, cos, sin):
             return stock(q, k, cos, sin, unsqueeze_dim)  # type: ignore[no-any-return]
         return ops.rope(q, k, cos, sin, unsqueeze_dim)

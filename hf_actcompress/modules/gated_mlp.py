@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .. import compilation, ops
+from ..ops import kernel_nodes
 from .base import has_hooks, keeps_for_backward, only_tensor, settings_of
 from .leaves import ActivationSettings, as_it_is
 from .tiled import TiledMixin, TiledSettings
@@ -44,6 +45,10 @@ class _GatedMLPMixin(TiledMixin):
         if compilation.is_traced():
             of_gate, of_up = (compilation.part_of(settings.codec_name, name) for name in ("gate", "up"))
             gate, up = compilation.keep(gate, of_gate), compilation.keep(up, of_up)
+            known = as_it_is(act) if compilation.is_traced_plan() else None
+            h = None if known is None else kernel_nodes.gated_product(gate, up, known[0], activation.kind, known[1])
+            if h is not None:
+                return h
             return act.stock_forward()(gate) * up  # type: ignore[no-any-return]
         found = as_it_is(act)
         if found is None:

@@ -17,6 +17,7 @@ from ..methods.fewbit.op import activation_fewbit
 from ..methods.fewbit.reference import TABLE_OPTIONS
 from ..methods.inverted.op import activation_output
 from ..methods.norm_output.op import layer_norm_output, rms_norm_output
+from ..ops import kernel_nodes
 from ..records import current
 from ..reference import ConvGeometry, draws_like_any, linear_fwd
 from .base import (
@@ -168,7 +169,9 @@ class RMSNormMixin(_Module):
         if keeps_output(settings):
             return rms_norm_output(x, weight, eps, settings.kind)
         if compilation.is_traced():
-            return super().forward(compilation.keep(x, settings.codec_name))  # type: ignore[no-any-return]
+            x = compilation.keep(x, settings.codec_name)
+            y = kernel_nodes.rms_norm(x, weight, eps, settings.kind) if compilation.is_traced_plan() else None
+            return super().forward(x) if y is None else y  # type: ignore[no-any-return]
         return ops.rms_norm(x, weight, eps, settings.kind, codec=settings.codec, copy_affine=is_sharded(self))
 
 
@@ -235,7 +238,7 @@ class ActivationMixin(_Module):
         if x is None or settings is None or not keeps_for_backward(x):
             return super().forward(*args, **kwargs)  # type: ignore[no-any-return]
         if compilation.is_traced() and settings.keeps == "input":
-            return super().forward(compilation.keep(x, settings.codec_name))  # type: ignore[no-any-return]
+            return self._traced(x, settings)
         if torch.compiler.is_compiling() and compilation.any_length():
             return self._untraced(x)  # type: ignore[no-any-return]
         found = as_it_is(self)
@@ -246,6 +249,12 @@ class ActivationMixin(_Module):
         if compilation.is_traced() and keeps == "input":
             return super().forward(compilation.keep(x, settings.codec_name))  # type: ignore[no-any-return]
         return ACTIVATION_OPS[keeps](x, *found, settings)
+
+    def _traced(self, x: Tensor, settings: ActivationSettings) -> Tensor:
+        x = compilation.keep(x, settings.codec_name)
+        found = as_it_is(self) if compilation.is_traced_plan() else None
+        y = None if found is None else kernel_nodes.activation(x, found[0], settings.kind, found[1])
+        return super().forward(x) if y is None else y  # type: ignore[no-any-return]
 
 
 class DropoutMixin(_Module):

@@ -1,0 +1,279 @@
+"""Functions that a device has a kernel for, as single nodes of a layer's graph.
+
+While a layer is traced, a patched module calls the functions below in the place of its stock code where `dispatch` has
+a kernel for its device. Each is an op for the tracer, with the shapes of the reference; when the graph runs, the
+function of `dispatch` is called itself (`RUNS`). What a kernel may compute in a forward is stock's bits there
+(`kernels/__init__.py`).
+
+RMSNorm is two nodes: the statistic, which is kept, and the output, which is made of x and the statistic. A forward
+computes both by one kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..dispatch import chosen, implementation, runs_kernel
+from ..kernels import KERNELS, TORCH_HAS
+from ..private_apis import FakeTensor, without_dispatch_modes
+from ..reference.device_rules import device_rules
+from ..reference.table import FUNCTIONS
+from .autocast import SameAutocast
+
+_Stock = Callable[[Tensor], Tensor]
+
+
+class _Known(NamedTuple):
+    """A stock function, and the same under the autocast of the trace."""
+
+    stock: _Stock
+    same: SameAutocast
+
+    def under_autocast(self, run: Callable[..., Tensor], *args: Any) -> Tensor:
+        """What `run` gives under that autocast."""
+        dtype = self.same.dtype
+        if dtype is None:
+            return run(*args)
+        with torch.autocast(self.same.device, dtype, cache_enabled=False):
+            return run(*args)
+
+
+_LIBRARY = torch.library.Library("hf_actcompress", "FRAGMENT")  # type: ignore[no-untyped-call]
+_OPS = torch.ops.hf_actcompress
+# what each op runs
+RUNS: dict[Any, Callable[..., Any]] = {}
+# the stock functions that nodes name by their place here, and the place of each
+_stocks: list[_Known] = []
+_places: dict[Any, int] = {}
+
+
+def has_kernel(name: str, x: Tensor, row: str | None = None) -> bool:
+    """Whether the device of x, a tensor without data, runs a kernel for a function of `reference/`."""
+    rules = device_rules()
+    if rules is not None:
+        return not rules.on_cpu and name in KERNELS and row not in TORCH_HAS.get(name, ())
+    with without_dispatch_modes():
+        return runs_kernel(name, torch.empty(1, dtype=x.dtype, device=x.device), row)
+
+
+def _function(name: str, x: Tensor, row: str | None = None) -> Callable[..., Any]:
+    """What runs for x. A plan's code is tried on tensors without data first, for which no kernel can be asked."""
+    if chosen() == "triton" and isinstance(x, FakeTensor):
+        return FUNCTIONS[name]
+    return implementation(name, x, row)
+
+
+def _op(schema: str, fake: Callable[..., Any], pointwise: bool = True) -> Callable[[Callable[..., Any]], Any]:
+    """Make a function a node of that schema; `fake` gives shapes and dtypes. A pointwise one is cheap to make again."""
+
+    def wrap(run: Callable[..., Any]) -> Any:
+        _LIBRARY.define(schema, tags=[torch.Tag.pointwise] if pointwise else [])  # type: ignore[no-untyped-call]
+        name = schema.partition("(")[0]
+        torch.library.register_fake(f"hf_actcompress::{name}", fake, lib=_LIBRARY)
+        op = getattr(_OPS, name).default
+        RUNS[op] = run
+        return op
+
+    return wrap
+
+
+def _dtype_of_norm(x: Tensor, weight: Tensor | None, formula: str) -> torch.dtype:
+    row = x.new_empty(1, x.size(-1))
+    return FUNCTIONS["rms_norm_rebuild"](row, row.new_empty(1, 1, dtype=torch.float32), weight, formula).dtype  # type: ignore[no-any-return]
+
+
+@_op(
+    "rms_rstd(Tensor x, Tensor? weight, float? eps, str formula) -> Tensor",
+    lambda x, weight, eps, formula: x.new_empty((*x.shape[:-1], 1), dtype=torch.float32),
+    pointwise=False,
+)
+def RSTD(x: Tensor, weight: Tensor | None, eps: float | None, formula: str) -> Tensor:
+    """rstd [..., 1] of x, in fp32."""
+    return rms_norm_parts(x, weight, eps, formula)[1]
+
+
+def rms_norm_parts(x: Tensor, weight: Tensor | None, eps: float | None, formula: str) -> tuple[Tensor, Tensor]:
+    """y and rstd, by one call."""
+    y, rstd = _function("rms_norm_fwd", x, formula)(x, weight, eps, formula)
+    return y, rstd
+
+
+@_op(
+    "rms_normed(Tensor x, Tensor rstd, Tensor? weight, str formula) -> Tensor",
+    lambda x, rstd, weight, formula: x.new_empty(x.shape, dtype=_dtype_of_norm(x, weight, formula)),
+)
+def NORMED(x: Tensor, rstd: Tensor, weight: Tensor | None, formula: str) -> Tensor:
+    """y like x, of x and rstd."""
+    y: Tensor = _function("rms_norm_rebuild", x, formula)(x, rstd, weight, formula)
+    return y
+
+
+@_op(
+    "rms_norm_bwd(Tensor dy, Tensor x, Tensor? weight, Tensor rstd, str formula) -> Tensor",
+    lambda dy, x, weight, rstd, formula: x.new_empty(x.shape),
+    pointwise=False,
+)
+def _NORM_BWD(dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, formula: str) -> Tensor:
+    return _function("rms_norm_bwd", dy, formula)(dy, x, weight, rstd, formula, (True, False))[0]  # type: ignore[no-any-return]
+
+
+@_op(
+    "rms_norm_bwd_both(Tensor dy, Tensor x, Tensor weight, Tensor rstd, str formula) -> (Tensor, Tensor)",
+    lambda dy, x, weight, rstd, formula: (x.new_empty(x.shape), weight.new_empty(weight.shape)),
+    pointwise=False,
+)
+def _NORM_BWD_BOTH(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, formula: str) -> Any:
+    return _function("rms_norm_bwd", dy, formula)(dy, x, weight, rstd, formula, (True, True))
+
+
+@_op(
+    "rotated(Tensor x, Tensor cos, Tensor sin) -> Tensor",
+    lambda x, cos, sin: torch.empty_like(x, dtype=torch.promote_types(x.dtype, cos.dtype)),
+)
+def _ROTATED(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    y: Tensor = _function("rope_fwd", x)(x, cos, sin)
+    return y
+
+
+@_op(
+    "rotated_bwd(Tensor dy, Tensor cos, Tensor sin, ScalarType dtype) -> Tensor",
+    lambda dy, cos, sin, dtype: torch.empty_like(dy, dtype=dtype),
+)
+def _ROTATED_BWD(dy: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> Tensor:
+    dx: Tensor = _function("rope_bwd", dy)(dy, cos, sin, dtype)
+    return dx
+
+
+def _like_stock(x: Tensor, stock: int, kind: str, options: Sequence[float]) -> Tensor:
+    return x.new_empty(x.shape, dtype=_stocks[stock].same(x.new_empty(1)).dtype)
+
+
+@_op("activated(Tensor x, int stock, str kind, float[] options) -> Tensor", _like_stock)
+def _ACTIVATED(x: Tensor, stock: int, kind: str, options: Sequence[float]) -> Tensor:
+    known = _stocks[stock]
+    return known.under_autocast(_function("activation_fwd", x, kind), x, known.stock, kind, tuple(options))
+
+
+@_op(
+    "activated_bwd(Tensor dy, Tensor x, str kind, float[] options) -> Tensor",
+    lambda dy, x, kind, options: x.new_empty(x.shape),
+)
+def _ACTIVATED_BWD(dy: Tensor, x: Tensor, kind: str, options: Sequence[float]) -> Tensor:
+    dx: Tensor = _function("activation_bwd", dy, kind)(dy, x, kind, tuple(options))
+    return dx
+
+
+def _like_product(gate: Tensor, up: Tensor, stock: int, kind: str, options: Sequence[float]) -> Tensor:
+    activated = _stocks[stock].same(gate.new_empty(1)).dtype
+    return gate.new_empty(gate.shape, dtype=torch.promote_types(activated, up.dtype))
+
+
+@_op("gated(Tensor gate, Tensor up, int stock, str kind, float[] options) -> Tensor", _like_product)
+def _GATED(gate: Tensor, up: Tensor, stock: int, kind: str, options: Sequence[float]) -> Tensor:
+    known = _stocks[stock]
+    run = _function("gated_product_fwd", gate, kind)
+    return known.under_autocast(run, gate, up, known.stock, kind, tuple(options))
+
+
+@_op(
+    "gated_bwd(Tensor dh, Tensor gate, Tensor up, int stock, str kind, float[] options) -> (Tensor, Tensor)",
+    lambda dh, gate, up, *_: (gate.new_empty(gate.shape), up.new_empty(up.shape)),
+)
+def _GATED_BWD(dh: Tensor, gate: Tensor, up: Tensor, stock: int, kind: str, options: Sequence[float]) -> Any:
+    return _function("gated_product_bwd", dh, kind)(
+        dh, gate, up, _stocks[stock].same, kind, tuple(options)
+    )  # fmt: skip
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, eps: float | None, formula: str) -> Tensor:
+        rstd = RSTD(x, weight, eps, formula)
+        ctx.save_for_backward(x, weight, rstd)
+        ctx.formula = formula
+        return NORMED(x, rstd, weight, formula)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:  # type: ignore[override]
+        x, weight, rstd = ctx.saved_tensors
+        if ctx.needs_input_grad[1]:
+            return *_NORM_BWD_BOTH(dy, x, weight, rstd, ctx.formula), None, None
+        return _NORM_BWD(dy, x, weight, rstd, ctx.formula), None, None, None
+
+
+class _Rotated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        ctx.dtype = x.dtype
+        return _ROTATED(x, cos, sin)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:  # type: ignore[override]
+        return _ROTATED_BWD(dy, *ctx.saved_tensors, ctx.dtype), None, None
+
+
+class _Activated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *row: Any) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.row = row
+        return _ACTIVATED(x, *row)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:  # type: ignore[override]
+        return _ACTIVATED_BWD(dy, *ctx.saved_tensors, *ctx.row[1:]), None, None, None
+
+
+class _Gated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor, *row: Any) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        ctx.row = row
+        return _GATED(gate, up, *row)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, dh: Tensor) -> Any:  # type: ignore[override]
+        return *_GATED_BWD(dh, *ctx.saved_tensors, *ctx.row), None, None, None
+
+
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float | None, formula: str) -> Tensor | None:
+    """RMSNorm of x [..., C] as nodes, in a trace; None if the device has no kernel for it."""
+    if not has_kernel("rms_norm_fwd", x, formula):
+        return None
+    return _RMSNorm.apply(x, weight, eps, formula)  # type: ignore[no-untyped-call, no-any-return]
+
+
+def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Queries and keys [B, H, S, D] or [B, S, H, D] rotated, each as one node; the angles broadcast to them."""
+    if not has_kernel("rope_fwd", q):
+        return None
+    return _Rotated.apply(q, cos, sin), _Rotated.apply(k, cos, sin)  # type: ignore[no-untyped-call]
+
+
+def activation(x: Tensor, stock: _Stock, kind: str, options: Sequence[float]) -> Tensor | None:
+    """stock(x) as one node; `kind` and `options` are its row of `reference.ACTIVATIONS`."""
+    if not has_kernel("activation_fwd", x, kind):
+        return None
+    return _Activated.apply(x, _place(stock, x, kind, options), kind, list(options))  # type: ignore[no-untyped-call, no-any-return]
+
+
+def gated_product(gate: Tensor, up: Tensor, stock: _Stock, kind: str, options: Sequence[float]) -> Tensor | None:
+    """stock(gate) * up, all [..., F], as one node."""
+    if not has_kernel("gated_product_fwd", gate, kind):
+        return None
+    return _Gated.apply(gate, up, _place(stock, gate, kind, options), kind, list(options))  # type: ignore[no-untyped-call, no-any-return]
+
+
+def _place(stock: Any, x: Tensor, kind: str, options: Sequence[float]) -> int:
+    """The place of a stock function under the autocast of now. Kind and options say what function of its class it is."""
+    same = SameAutocast(stock, x)
+    key = getattr(stock, "func", stock), kind, tuple(options), same.device, same.dtype
+    if key not in _places:
+        _places[key] = len(_stocks)
+        _stocks.append(_Known(stock, same))
+    return _places[key]
