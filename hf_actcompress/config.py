@@ -55,7 +55,7 @@ class CompressionConfig(ConfigFile):
             hidden states, MLP tensors, q, k, v and what attention keeps, through any codec (a codec that pools averages
             real tokens only). Exact if no gradient reaches padding (labels of -100 there, a CLS token, pooling with the
             mask); if one does, backward raises PaddingError. Kept whole: statistics and bits of norms and activations,
-            what gradient checkpointing keeps of layers that do not run as programs, and all tensors of unpatched
+            what gradient checkpointing keeps of layers that do not run by plans, and all tensors of unpatched
             modules and encoder-decoder models.
         share_prompts: Where several sequences of a batch begin with the same tokens, such as the prompt of a group of
             completions (GRPO) or of two answers (DPO), keep the rows of these tokens once: of hidden states, MLP
@@ -108,17 +108,13 @@ class CompressionConfig(ConfigFile):
             Evaluation under ``no_grad`` goes in tiles, too. Not computed in tiles: MLPs with hooks on their layers,
             sharded ones (ZeRO-3), compiled ones, and experts. Where torch's code computes gated delta nets (Qwen3-Next,
             Qwen3.5), their backward takes about as many tokens at a time (512 for "auto").
-        programs: Run layers as programs: one autograd Function per layer where torch runs its attention by a fused
-            kernel, else two and the attention. Their code is generated from what the layer's own code does; it gives
-            the same bits and keeps the same bytes in less of the host's time. A layer that is checkpointed as torch
-            does it by default is one Function, too, which keeps its input. A layer runs as a program only if this was
-            proved right on a small layer of its kind. LoRA, autocast, dropout, frozen weights, empty caches, and codecs
-            that round to nearest are supported. Calls that are not ordinary ones (hooks inside, a filled cache) run
-            module by module, as all do with False; so do layers without a program and a plan (the report says why).
-        engine: What runs layers while `programs` is on. "programs": as said there. "plans": code that is derived from
-            the joint graph of a layer's forward and backward, for transformers' layers and for the blocks of any list
-            (diffusion transformers, `torch.nn.TransformerEncoder`). "auto": programs for those of transformers' layers
-            that have one, plans for others.
+        plans: Run layers and blocks by plans: one autograd Function per layer, whose code is derived from the joint
+            graph of the layer's forward and backward. The gradients are those that autograd computes, in less of the
+            host's time than module by module. This holds for transformers' layers and for the blocks of any list
+            (diffusion transformers, `torch.nn.TransformerEncoder`). A layer that is checkpointed as torch does it by
+            default is one Function, too, which keeps its input. LoRA, autocast, dropout, frozen weights, empty caches,
+            and codecs that round to nearest are supported. Calls that are not ordinary ones (hooks inside, a filled
+            cache) run module by module, as all do with False; so do layers that have no plan (the report says why).
         blocks: Further modules that run by plans, each by a part of its name in the model ("transformer_blocks" is a
             list and names the modules in it), by its class, or by the name of that.
         tokens: The share of each sequence's tokens that get gradients, above 0 and up to 1 (TokenTune, arXiv
@@ -162,8 +158,7 @@ class CompressionConfig(ConfigFile):
     net: bool = True
     selective: bool = True
     tiled_mlp: int | str = "checkpointed"
-    programs: bool = True
-    engine: str = "auto"
+    plans: bool = True
     blocks: tuple[Any, ...] = ()
     tokens: float = 1.0
     token_choice: Any = "random"

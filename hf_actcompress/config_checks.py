@@ -41,7 +41,6 @@ VARIANTS: dict[str, tuple[str, ...]] = {
     "norm_variant": ("input", "output"),
     "attention_variant": ("statistics", "recomputed", "tempo"),
     "checkpoint_attention": ("recomputed", "kept"),
-    "engine": ("auto", "programs", "plans"),
 }  # fmt: skip
 
 
@@ -72,10 +71,8 @@ def check(config: Any) -> None:
     for field, variants in VARIANTS.items():
         if getattr(config, field) not in variants:
             raise UnknownOptionError(field, getattr(config, field), variants)
-    if config.blocks and not config.programs:
-        raise UnknownOptionError("with blocks, programs", False, [True], refused=True)
-    if config.blocks and config.engine == "programs":
-        raise UnknownOptionError("with blocks, engine", config.engine, ["auto", "plans"], refused=True)
+    if config.blocks and not config.plans:
+        raise UnknownOptionError("with blocks, plans", False, [True], refused=True)
     _check_attention(config)
     _check_checkpoints(config)
     _check_tokens(config)

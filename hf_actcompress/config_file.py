@@ -37,6 +37,7 @@ class ConfigFile:
             UnknownOptionError: A field that no config has, or a codec that is not registered in this process.
         """
         known = [field.name for field in fields(cls)]  # type: ignore[arg-type]
+        data = _renamed(data)
         for name in data:
             if name not in known:
                 raise UnknownOptionError("option", name, known)
@@ -66,6 +67,14 @@ class ConfigFile:
             UnknownOptionError: As `from_dict`.
         """
         return cls.from_json((Path(folder) / FILE_NAME).read_text(encoding="utf-8"))
+
+
+def _renamed(data: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The fields of a file of version 0.2 and before, whose layers ran as programs or by plans, under today's names."""
+    data = {name: value for name, value in data.items() if name != "engine"}
+    if "programs" in data:
+        data["plans"] = data.pop("programs")
+    return data
 
 
 def _name(value: Any) -> str:

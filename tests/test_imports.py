@@ -42,7 +42,6 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("modules",),
     ("models",),
     ("extension",),
-    ("programs",),
     ("layers",),
     ("reporting",),
     ("patching",),
@@ -63,7 +62,7 @@ LAYERS = {
 
 # third-party package -> where in the package it may be imported
 CONFINED = {
-    "transformers": ("models", "programs", "layers", "training", "memory"),
+    "transformers": ("models", "layers", "training", "memory"),
     "peft": ("models", "training"),
     "diffusers": ("memory",),
     "accelerate": ("training",),

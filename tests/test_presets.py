@@ -123,6 +123,14 @@ def test_options_that_do_not_fit() -> None:
         CompressionConfig(activation_variant="steps9")
 
 
+def test_a_config_that_was_saved_before_plans_were_the_engine() -> None:
+    saved = CompressionConfig().to_dict()
+    del saved["plans"]
+    for programs in (False, True):
+        found = CompressionConfig.from_dict({**saved, "programs": programs, "engine": "auto"})
+        assert found == CompressionConfig(plans=programs)
+
+
 @pytest.mark.parametrize("times", [1, 30])
 def test_attention_that_runs_again_bears_large_scores(times: float) -> None:
     """Statistics of the exact q and k do not fit rounded ones where scores are large."""

@@ -177,7 +177,7 @@ def test_equal_modules_share_a_row_of_the_printed_table(capsys: pytest.CaptureFi
         assert sum(int(row[0]) for row in table.rows) == len(found.rows) > 200
         assert any("layers.*" in row[-1] for row in table.rows)
     # the preset does what it should, and the lines below the table say so
-    assert "remark: 16 layer: programs compute all rows at once" in " ".join(lines)
+    assert "remark: 16 layer: mlp is computed in tiles; it runs module by module" in " ".join(lines)
 
 
 def test_a_batch_that_is_no_mapping_is_named() -> None:

@@ -13,7 +13,7 @@ from hf_actcompress import CompressionConfig, patch_model
 from hf_actcompress.memory.measurement.allocator import kept_bytes
 from tests.families import BY_NAME, FAMILIES
 
-CONFIGS: dict[str, Any] = {"programs": "exact", "leaf by leaf": CompressionConfig(programs=False), "long": "long"}
+CONFIGS: dict[str, Any] = {"plans": "exact", "leaf by leaf": CompressionConfig(plans=False), "long": "long"}
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 

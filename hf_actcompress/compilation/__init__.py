@@ -14,7 +14,18 @@ from __future__ import annotations
 
 from . import breaks, install, marks
 from ._backend import backend, register
-from .marks import PLAIN, any_length, is_traced, is_traced_plan, keep, note_trace, offer, part_of, recompute, traced_plan
+from .marks import (
+    PLAIN,
+    any_length,
+    is_traced,
+    is_traced_plan,
+    keep,
+    note_trace,
+    offer,
+    part_of,
+    recompute,
+    traced_plan,
+)
 
 marks.ON_TRACE.extend((install.install, breaks.note_trace))
 

@@ -17,55 +17,49 @@ from ..config import CompressionConfig
 from ..models.sites import Site
 from ..modules.base import settings_of
 from ..modules.checkpoint import CHECKPOINT_FUNCTION, CheckpointSettings
-from ..programs import LayerSettings
-from ..programs.layer import ProgramLayerMixin
 from ..roles import Role
 from .codec_marks import has_attention
 from .layer import PlannedLayer
 from .look import kind_of
 from .possible import why_not
 from .showing import show
+from .site import LayerSettings, PlannedLayerMixin
 from .store import Store
 from .units import blocks_named, units_of
 
 __all__ = [
+    "LayerSettings",
     "PlannedLayer",
     "Store",
     "blocks_named",
-    "everywhere",
     "find_plans",
     "keeps_more",
     "left_out",
     "show",
     "units_of",
-    "wants_plans",
 ]
 
 
-def wants_plans(config: CompressionConfig) -> bool:
-    """Whether a config wants plans, if only for blocks of models that are none of transformers'."""
-    return config.engine != "programs" and config.programs
-
-
-def everywhere(config: CompressionConfig) -> bool:
-    """Whether a config wants plans for all of transformers' layers. Plans know no tiles."""
-    return wants_plans(config) and config.engine == "plans" and not config.always_in_tiles
-
-
 def left_out(model: nn.Module, config: CompressionConfig) -> dict[int, str]:
-    """The layers and blocks that a config wants to run by plans and whose modules keep what no plan keeps: by the id of
-    each, the reason."""
-    units = units_of(model, everywhere(config), config.blocks) if wants_plans(config) else []
-    names = {id(module): name for name, module in model.named_modules()} if units else {}
-    reasons = {id(unit): why_not(unit, _codec_of_others(config.at(names[id(unit)]))) for unit in units}
-    return {unit: reason for unit, reason in reasons.items() if reason}
+    """The layers and blocks that run module by module in all calls: by the id of each, the reason."""
+    if not config.plans:
+        return {}
+    blocks = set(map(id, units_of(model, False, config.blocks)))
+    names = {id(module): name for name, module in model.named_modules()}
+    found = {}
+    for unit in units_of(model, True, config.blocks):
+        reason = why_not(unit, _codec_of_others(config.at(names[id(unit)])))
+        if not reason and id(unit) not in blocks and keeps_more(unit):
+            reason = "it needs less memory module by module"
+        if reason:
+            found[id(unit)] = reason
+    return found
 
 
 def keeps_more(layer: nn.Module) -> bool:
-    """Whether a layer needs more memory by plans than module by module: experts, and what computes one part of its
-    result after the other, such as rows of eager attention."""
+    """Whether a layer needs more memory by plans than module by module: experts, and linear attention in tiles."""
     known = [settings for part in layer.modules() if (settings := settings_of(part)) is not None]
-    return any(settings.role == Role.EXPERTS or getattr(settings, "in_parts", False) for settings in known)
+    return any(settings.role == Role.EXPERTS or getattr(settings, "segment", 0) > 0 for settings in known)
 
 
 def _codec_of_others(config: CompressionConfig) -> Codec:
@@ -94,7 +88,15 @@ def find_plans(
     codec, other = _attention_codec(layer, config), _codec_of_others(config)
     if why_not(layer, other):
         return None
-    store.note(*kind_of(layer, (codec, other)))
-    function, plans = layer.__dict__.get(CHECKPOINT_FUNCTION), PlannedLayer(store)
-    settings = LayerSettings(Role.LAYER, "plan", codec, programs=plans, kept=kept, function=function, other=other)
-    return Site(ProgramLayerMixin, settings)
+    store.note(*kind_of(layer, (codec, other, config.selective)))
+    settings = LayerSettings(
+        Role.LAYER,
+        "plan",
+        codec,
+        plans=PlannedLayer(store),
+        kept=kept,
+        function=layer.__dict__.get(CHECKPOINT_FUNCTION),
+        other=other,
+        selective=config.selective,
+    )
+    return Site(PlannedLayerMixin, settings)

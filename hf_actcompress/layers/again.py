@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from ..compilation.policy import is_cheap, is_statistic, is_view
-from ..programs.keeping import source_of
-from ..records import declare
+from ..records import Derived, declare
 from .code import forward_code
 from .divide import Halves
+from .keeping import source_of
 from .rules import PRODUCTS
 
 # how many tensors an output may be made of
@@ -31,20 +31,28 @@ class MadeAgain:
         code: Makes it of the sources.
         sources: Their places among the kept tensors.
         own: For each of them, whether the plan has made it.
+        weights: For each of them, whether it is a weight.
     """
 
     output: int
     code: Callable[..., Tensor]
     sources: tuple[int, ...]
     own: tuple[bool, ...]
+    weights: tuple[bool, ...]
 
     def declare(self, y: Tensor, kept: Sequence[Tensor], sharded: bool) -> None:
-        """Declare that y is made again."""
-        sources = [source_of(kept[i], sharded, own) for i, own in zip(self.sources, self.own, strict=True)]
+        """Declare that y is made again; `sharded`: whether the weights' memory is freed when the layer has run."""
+        places = zip(self.sources, self.own, self.weights, strict=True)
+        sources = [source_of(kept[i], own, copied=sharded and weight) for i, own, weight in places]
+        if any(isinstance(source, Derived) for source in sources):
+            # from layer to layer, the first backward would make all of them again at once
+            return
         declare(y, self.code, *sources)
 
 
-def made_again(halves: Halves, place: int, y: Node, orders: Mapping[Node, Sequence[int]]) -> MadeAgain | None:
+def made_again(
+    halves: Halves, place: int, y: Node, orders: Mapping[Node, Sequence[int]], parameters: int
+) -> MadeAgain | None:
     """How an output is made again from kept tensors by cheap nodes; None if it is not.
 
     Args:
@@ -52,6 +60,7 @@ def made_again(halves: Halves, place: int, y: Node, orders: Mapping[Node, Sequen
         place: The place of the output.
         y: The output.
         orders: Of kept tensors that are packed as they lie in memory: their dimensions in that order.
+        parameters: How many of the inputs, the first ones, are weights.
     """
     if y in halves.kept or y.op == "placeholder" or not y.meta["val"].is_floating_point():
         return None
@@ -80,7 +89,8 @@ def made_again(halves: Halves, place: int, y: Node, orders: Mapping[Node, Sequen
     run = forward_code(graph, given, [copied[y]], [])
     inputs = halves.inputs
     own = tuple(x not in inputs for x in needs)
-    return MadeAgain(place, _First(run), tuple(halves.kept.index(x) for x in needs), own)
+    weights = tuple(x in inputs[:parameters] for x in needs)
+    return MadeAgain(place, _First(run), tuple(halves.kept.index(x) for x in needs), own, weights)
 
 
 def _put_back(graph: Graph, x: Node, order: Sequence[int] | None) -> Node:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
+from ..ops import opaque
 from ..ops.kernel_nodes import NORMED, RSTD, RUNS, rms_norm_parts
 from ..private_apis.graphs import binding
 from ..reference import dropout_fwd, dropout_replay
@@ -39,6 +40,7 @@ _PAIRS = {
     DROPPED: Pair(DRAWN, dropout_fwd, lambda first, second: second),
     NORMED: Pair(RSTD, rms_norm_parts, lambda first, second: first),
 }
+_RUNS = {**RUNS, opaque.ATTEND: opaque.attend, opaque.ATTEND_BWD: opaque.attend_bwd}
 _WITH_NEXT = frozenset(pair.first for pair in _PAIRS.values())
 
 
@@ -171,8 +173,8 @@ def direct(target: Any) -> Any:
     if target is aten.view.default:
         # kernels do not always lay a result out in memory as tensors without data say
         return Tensor.reshape
-    if target in RUNS:
-        return RUNS[target]
+    if target in _RUNS:
+        return _RUNS[target]
     return binding(target.op if isinstance(target, Certain) else target)
 
 

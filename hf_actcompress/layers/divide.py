@@ -12,6 +12,7 @@ from torch.fx import Graph, GraphModule, Node
 from ..compilation.policy import is_view, numel
 from ..private_apis.graphs import divided
 from .draws import DRAWN
+from .fused import fuse
 from .redraw import state_before
 from .rules import tag
 from .trace import Joint
@@ -57,6 +58,7 @@ def divide(joint: Joint) -> Halves:
     names = [x.name for x in _results(forward)[joint.outputs :]]
     for module in (forward, backward):
         tidy(module)
+    fuse(backward.graph)
     returned = list(_results(forward))
     # tidied, two kept nodes may be one
     now = dict(zip(names, returned[joint.outputs :], strict=True))

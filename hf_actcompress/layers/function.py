@@ -9,15 +9,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..ops import opaque
 from ..ops.autocast import autocast_off
 from ..ops.first_order import once_differentiable
 from ..private_apis import bare_apply, below_autograd
-from ..programs.handing import Heads, no_views, with_heads
-from ..programs.keeping import Outside, put_together, taken_apart
-from ..programs.stages import Stages, no_gradients, run_backward, stages_of
 from ..records import current, saved_next
+from .handing import Heads, no_views, with_heads
+from .keeping import Outside, put_together, taken_apart
 from .packing import Packer
 from .plan import LayerPlan
+from .stages import Stages, no_gradients, run_backward, stages_of
 
 
 class Way(NamedTuple):
@@ -48,10 +49,11 @@ class PlanFunction(torch.autograd.Function):
         link: Tensor | None,
         sharded: bool,
         way: Way,
+        calls: Sequence[Any],
         *inputs: Tensor,
     ) -> Any:
         device = inputs[0].device
-        with below_autograd(), autocast_off(device.type):
+        with below_autograd(), autocast_off(device.type), opaque.running(calls):
             found = plan.forward(*inputs[: plan.inputs], *way.packs)
         outputs = no_views(found[: plan.outputs])
         pool = (*inputs[: plan.inputs], *outputs, *found[plan.outputs : plan.tensors])
@@ -61,14 +63,14 @@ class PlanFunction(torch.autograd.Function):
             made.declare(outputs[made.output], kept, sharded)
         keepers: Sequence[str] = plan.keepers
         ctx.slots = None
-        if way.outside or plan.packed:
-            kept, ctx.slots, keepers, _ = taken_apart(kept, way.outside, keepers, device)
+        if way.outside or plan.packed or calls:
+            kept, ctx.slots, keepers = taken_apart(kept, way.outside, keepers)
         if current.watcher is not None:
             current.watcher.keeps(kept, keepers, checkpointed=plan.checkpointed)
         saved_next(kept, plan.places_outside)
         ctx.save_for_backward(*kept)
         ctx.sizes = found[plan.tensors :]
-        ctx.plan, ctx.stages, ctx.heads = plan, stages, heads
+        ctx.plan, ctx.stages, ctx.heads, ctx.calls = plan, stages, heads, calls
         ctx.like = [(y.shape, y.dtype, y.device) for y in outputs] if len(outputs) > 1 else ()
         ctx.set_materialize_grads(False)
         if plan.ungraded:
@@ -97,5 +99,6 @@ class PlanFunction(torch.autograd.Function):
         saved += ctx.sizes
         saved += [x if x is None or x.is_contiguous() else x.contiguous() for x in handed]
         handed.clear()
-        found = run_backward(run, False, stages, saved, frozenset())
-        return (None, None, None, None, None, None, *found)
+        with opaque.running(ctx.calls):
+            found = run_backward(run, stages, saved)
+        return (None, None, None, None, None, None, None, *found)

@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 
 from ..models.arguments import is_cache
 from ..modules.base import PLAIN_TENSORS
+from ..ops import PackedMask
 
 _CONSTANTS = frozenset({bool, float, str, type(None), torch.dtype, torch.device})
 
@@ -28,15 +29,17 @@ class CallArguments:
             serve.
         integers: The integers among them. A layer's code may not look at them, as at the number of items in a batch.
         caches: The caches among them.
+        masks: The masks without memory among them.
     """
 
-    __slots__ = ("args", "caches", "form", "integers", "kwargs", "tensors")
+    __slots__ = ("args", "caches", "form", "integers", "kwargs", "masks", "tensors")
 
     def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.args, self.kwargs = args, kwargs
         self.tensors: list[Tensor] = []
         self.caches: list[Any] = []
         self.integers: list[int] = []
+        self.masks: list[PackedMask] = []
         take, values = self._take, [*args, *kwargs.values()]
         self.form = (len(args), *kwargs, *[value if type(value) in _CONSTANTS else take(value) for value in values])
 
@@ -55,6 +58,10 @@ class CallArguments:
         if is_cache(value):
             self.caches.append(value)
             return kind
+        if kind is PackedMask and value.dtype == torch.bool:
+            # that of eager attention, in numbers, is read by the layer's own code
+            self.masks.append(value)
+            return kind
         raise Unknown(f"it is called with a {kind.__name__}")
 
     def with_others(
@@ -71,6 +78,7 @@ class CallArguments:
                 return kind(map(put, value))
             if kind is int:
                 return next(numbers)
+            # a mask without memory is handed to attention as it is
             return next(others) if is_cache(value) else value
 
         return tuple(map(put, self.args)), {name: put(value) for name, value in self.kwargs.items()}

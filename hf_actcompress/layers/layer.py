@@ -15,28 +15,30 @@ from ..ops.autocast import autocast_dtype
 from ..ops.region import region_in_progress
 from ..ops.snapshot import MERGED, refuse_merges
 from ..private_apis import as_in_first_run
-from ..programs import handing, stages
-from ..programs.handing import Heads, let_go
-from ..programs.left_out import left_out_of
-from ..programs.stages import Stages, stops_of
-from ..records import applied
+from ..records import applied, rows_left_out
 from ..records import checkpointed as is_checkpointed
-from .caches import filled, is_empty
+from . import handing, stages
+from .caches import Slot, fill_slots
 from .checkpointed import recompute_of
 from .codec_marks import other_codec
 from .function import PlanFunction, Way
 from .given import CallArguments, Unknown
+from .handing import Heads, let_go
 from .look import LayerLook, kind_of
 from .packing import Packer
 from .plan import LayerPlan
 from .possible import is_plain_weight, why_not
+from .site import LayerSettings
 from .sizes import layout
+from .stages import Stages, stops_of
 from .store import ARGUMENT, Kind, Known, Store, TraceSetting, learn
 
 # how many states of a layer (training, evaluation, adapters) are remembered
 _STATES = 8
 # after how many calls of one form without a plan no further sizes are tried
 _TRIES = 2
+# how much a call counts for that whose cache may be the reason
+_WITH_CACHE = 0.25
 
 
 @dataclass
@@ -52,7 +54,7 @@ class _State:
     adapters: list[nn.Module]
     why_not: str = ""
     last: tuple[Any, Known | None] = (None, None)
-    uses: dict[Any, tuple[Way, tuple[int, ...]]] = field(default_factory=dict)
+    uses: dict[Any, tuple[Way, list[Slot]]] = field(default_factory=dict)
 
     def looked_at(self, given: CallArguments) -> set[int]:
         """The integers among the arguments, by number, that the layer's code has looked at in calls of that form."""
@@ -69,14 +71,12 @@ class _State:
             [(y.shape, y.stride(), y.dtype, y.requires_grad) for y in given.tensors],
         ]  # fmt: skip
 
-    def use(
-        self, layer: nn.Module, known: Known, plan: LayerPlan, keeps: KeptInput | None
-    ) -> tuple[Way, tuple[int, ...]]:
-        """How the layer keeps what the plan keeps, and its index in caches. Both hold as long as the look holds."""
+    def use(self, layer: nn.Module, known: Known, plan: LayerPlan, keeps: KeptInput | None) -> tuple[Way, list[Slot]]:
+        """How the layer keeps what the plan keeps, and its slots in caches. Both hold as long as the look holds."""
         found = self.uses.get((id(known), keeps))
         if found is None:
-            places = (p if isinstance(p, int) else getattr(layer.get_submodule(p[0]), p[1]) for p in known.index)
-            found = self.uses[id(known), keeps] = _way(layer, plan, keeps), tuple(places)
+            slots = [slot._replace(index=_index(layer, slot.index)) for slot in known.slots]
+            found = self.uses[id(known), keeps] = _way(layer, plan, keeps), slots
         return found
 
 
@@ -117,8 +117,10 @@ class PlannedLayer:
             return self._leaf_by_leaf("a module in it has hooks or a forward of its own")
         if state.why_not:
             return self._leaf_by_leaf(state.why_not)
-        if left_out_of(x) is not None or region_in_progress() is not None:
+        if region_in_progress() is not None:
             return None
+        if rows_left_out(x) is not None:
+            return self._leaf_by_leaf("rows of it are left out")
         try:
             given = CallArguments(args, kwargs)
         except Unknown as reason:
@@ -134,7 +136,8 @@ class PlannedLayer:
             return self._leaf_by_leaf("its cache has keys and values already, or is of another kind")
         self.calls += 1
         # weights are read again in backward, if only to be cast
-        if state.adapters and (keeps is not None or autocast_dtype(x) is not None or is_checkpointed()):
+        again = known.plan.makes_weights or keeps is not None or autocast_dtype(x) is not None
+        if state.adapters and (again or is_checkpointed()):
             refuse_merges(state.adapters, found[0])
         return found
 
@@ -155,9 +158,9 @@ class PlannedLayer:
                     self._states.insert(0, self._states.pop(i))
                 return state
         settings = settings_of(layer)
-        assert settings is not None
+        assert isinstance(settings, LayerSettings)
         other = other_codec(layer)
-        base, integers = kind_of(layer, (settings.codec, other))
+        base, integers = kind_of(layer, (settings.codec, other, settings.selective))
         kind, known = self.store.kind(base, integers)
         look, weights, reason = LayerLook(layer), _places(layer), why_not(layer, other)
         state = _State(look, kind, known, base, integers, weights, _adapters(layer), reason)
@@ -188,7 +191,7 @@ class PlannedLayer:
             if known.sizes is not None and known.sizes.allow(given.tensors):
                 return known
         failed = [known for known in others if isinstance(known.plan, str)]
-        if len(failed) >= _TRIES:
+        if sum(1.0 if not known.passing else _WITH_CACHE for known in failed) >= _TRIES:
             return failed[-1]
         differing = self.store.differing(state.base, state.integers) - state.kind.branched
         seen = state.looked_at(given)
@@ -212,23 +215,27 @@ class PlannedLayer:
         weights: list[Any],
         keeps: KeptInput | None,
     ) -> tuple[Any] | None:
-        way, indices = state.use(layer, known, plan, keeps)
-        if not all(is_empty(cache, index) for cache, index in zip(given.caches, indices, strict=False)):
+        way, slots = state.use(layer, known, plan, keeps)
+        if not all([slot.is_free(given.caches) for slot in slots]):
             return None
         inputs = [*weights, *given.tensors]
         inputs += [inputs[i] for i in plan.repeats]
         x = given.tensors[0]
-        stops = () if plan.elements <= stages.SLACK else stops_of(plan.order, inputs, 4 * x.numel())
+        calls = [call.of(layer, {"mask": given.masks, "integer": given.integers}) for call in known.calls]
+        # what a stage of the backward runs later finds no calls any more
+        whole = plan.elements <= stages.SLACK or (calls and keeps is not None)
+        stops = () if whole else stops_of(plan.order, inputs, 4 * x.numel())
         run = Stages(stops, inputs) if stops else None
         heads: Heads | None = {} if 3 * x.numel() >= handing.LARGE else None
         link = None if run is None else run.linked(inputs)
-        made = applied(PlanFunction, plan, run, heads, link, is_sharded(layer), way, *inputs)
+        made = applied(PlanFunction, plan, run, heads, link, is_sharded(layer), way, calls, *inputs)
         assert known.returned is not None
         if heads is not None:
             made = tuple([y if i in plan.ungraded else let_go(heads, i, y) for i, y in enumerate(made)])
-        count = len(made) - 2 * len(indices)
-        for cache, index, i in zip(given.caches, indices, range(count, len(made), 2), strict=False):
-            filled(cache, made[i], made[i + 1], index)
+        count = len(made)
+        if slots:
+            count -= 2 * sum(not slot.is_flag for slot in slots)
+            fill_slots(slots, given.caches, made[count:])
         return (known.returned.put_together(made[:count], [*given.tensors, *given.caches, *given.integers]),)
 
 
@@ -246,6 +253,10 @@ def _places(layer: nn.Module) -> list[tuple[dict[str, Any], str]]:
                 if x is not None:
                     found.setdefault(id(x), (held, name))
     return list(found.values())
+
+
+def _index(layer: nn.Module, place: Any) -> Any:
+    return place if isinstance(place, int) else getattr(layer.get_submodule(place[0]), place[1])
 
 
 def _adapters(layer: nn.Module) -> list[nn.Module]:

@@ -56,6 +56,8 @@ class LayerLook:
         kinds = dict.fromkeys(map(stock_type, modules))
         found += [(space, name, value) for kind in kinds for space, name, value in _called(kind)]
         self._kinds, self._forwards = list(kinds), [kind.forward for kind in kinds]
+        # a parametrisation changes the class of a module
+        self._modules, self._classes = modules, list(map(type, modules))
         # hooks on the layer itself run around its forward
         self._hooks = [vars(module)[name] for module in modules[1:] for name in HOOKS]
         self._replaced, self._called = (any(name in vars(module) for module in modules[1:]) for name in _INSTEAD)
@@ -65,6 +67,8 @@ class LayerLook:
     def holds(self) -> bool:
         """Whether all is as it was."""
         now = list(map(dict.get, self._places, self._names))
+        if list(map(type, self._modules)) != self._classes:
+            return False
         return now == self._values and [kind.forward for kind in self._kinds] == self._forwards
 
     def can_run(self) -> bool:
@@ -132,12 +136,13 @@ class Same:
         return id(self.value)
 
 
-def kind_of(layer: nn.Module, codecs: tuple[Codec, Codec]) -> tuple[Hashable, dict[tuple[str, str], int]]:
+def kind_of(layer: nn.Module, asked: tuple[Codec, Codec, bool]) -> tuple[Hashable, dict[tuple[str, str], int]]:
     """What makes two layers of one kind, and the integers among their attributes, by module and name.
 
-    `codecs` are those of attention in the layer's own code, and of what no patched module keeps.
+    `asked` are the codecs of attention in the layer's own code and of what no patched module keeps, and whether
+    products of activations are made again.
     """
-    found: list[Any] = [*codecs]
+    found: list[Any] = [*asked]
     numbers: dict[tuple[str, str], int] = {}
     tensors: dict[int, int] = {}
     modules = list(layer.modules())

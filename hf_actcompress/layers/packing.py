@@ -16,11 +16,11 @@ from ..codecs.feature_maps import on_feature_maps
 from ..compilation.attribution import module_reading, running
 from ..compilation.packing import is_of_a_relu
 from ..compilation.policy import hint, made_by, op_name
-from ..programs.keeping import opened
 from ..records import Stored
 from ..records.activations import is_large
 from .codec_marks import OTHER, Mark, codec_mark
 from .divide import Halves
+from .keeping import opened
 from .rules import made_of_weights
 
 aten = torch.ops.aten

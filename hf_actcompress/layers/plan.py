@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -12,16 +13,18 @@ from torch import Tensor
 from torch.fx import Node
 
 from ..codecs import IDENTITY
-from ..compilation.attribution import module_reading
+from ..compilation.attribution import module_reading, running
 from ..compilation.policy import of_forward
-from ..programs.keeping import Outside, opened
+from ..ops.opaque import ATTEND
 from .again import MadeAgain, made_again
 from .backward import BackwardCode, Stops
-from .checkpointed import Recompute, checkpointed
+from .checkpointed import Recompute, checkpointed, is_of_attention
 from .code import forward_code
 from .divide import Halves, divide
+from .keeping import Outside, opened
 from .ordering import lower_peak
 from .packing import Others, Packed, opening, packed_in
+from .rules import PRODUCTS
 from .trace import Joint
 
 _NOTHING: frozenset[int] = frozenset()
@@ -49,6 +52,7 @@ class LayerPlan:
         elements: How many elements all weights with a gradient have.
         repeats: The inputs that autograd is given once more, for each further gradient that it adds up.
         checkpointed: Whether it keeps its inputs, and makes again what it would keep otherwise.
+        makes_weights: Whether its backward computes weights, such as an adapted one, from parameters.
     """
 
     forward: Callable[..., tuple[Any, ...]]
@@ -67,6 +71,7 @@ class LayerPlan:
     elements: int
     repeats: tuple[int, ...]
     checkpointed: bool
+    makes_weights: bool
     _backwards: dict[Any, tuple[Callable[..., Any], tuple[int, ...]]] = field(default_factory=dict)
 
     @cached_property
@@ -110,9 +115,9 @@ def make_plan(joint: Joint, again: Recompute, others: Others | None = None) -> L
     packed = () if recomputes else tuple(packed_in(halves, known, joint.parameters, others))
     outside = tuple(Outside(i, IDENTITY) for i, x in enumerate(halves.kept) if _is_activation(x, known, joint))
     inside = [halves.kept[x.place] for x in packed if not x.outside]
-    code = BackwardCode(halves, {x.place: opening(x) for x in packed} | {x.place: opened for x in outside})
-    orders = {halves.kept[x.place]: x.order for x in packed if not x.outside and x.order is not None}
-    outputs = [] if recomputes else [made_again(halves, i, y, orders) for i, y in enumerate(halves.outputs)]
+    opens = {x.place: opening(x) for x in packed} | {x.place: opened for x in outside}
+    opens |= {i: opened for i, x in enumerate(halves.kept) if _is_graph(x)}
+    code = BackwardCode(halves, opens)
     return LayerPlan(
         forward=forward_code(halves.forward.graph, inputs, halves.outputs, [*inner, *halves.sizes], inside),
         inputs=len(inputs),
@@ -120,10 +125,10 @@ def make_plan(joint: Joint, again: Recompute, others: Others | None = None) -> L
         tensors=joint.outputs + len(inner),
         kept=tuple(_places(halves, known, inner, inside, joint.parameters)),
         # the layer itself keeps what it is given
-        keepers=("",) * len(halves.kept) if recomputes else tuple(map(module_reading, halves.kept)),
+        keepers=("",) * len(halves.kept) if recomputes else tuple(map(_keeper, halves.kept)),
         outside=outside,
         packed=packed,
-        made=tuple(made for made in outputs if made is not None),
+        made=() if recomputes else _outputs_made_again(halves, packed, joint.parameters),
         ungraded=joint.ungraded,
         code=code,
         order=code.order(joint.parameters),
@@ -131,7 +136,39 @@ def make_plan(joint: Joint, again: Recompute, others: Others | None = None) -> L
         elements=_elements(joint, halves),
         repeats=repeats,
         checkpointed=recomputes,
+        makes_weights=_makes_weights(halves, joint.parameters),
     )
+
+
+def _outputs_made_again(halves: Halves, packed: Sequence[Packed], parameters: int) -> tuple[MadeAgain, ...]:
+    orders = {halves.kept[x.place]: x.order for x in packed if not x.outside and x.order is not None}
+    found = (made_again(halves, i, y, orders, parameters) for i, y in enumerate(halves.outputs))
+    return tuple(made for made in found if made is not None)
+
+
+def _keeper(x: Node) -> str:
+    """The module for which a tensor is kept: attention keeps its own results, which others read, too. What an opaque
+    attention keeps is in its own graph."""
+    of_attention = is_of_attention(x) and x.args[0].target is not ATTEND  # type: ignore[union-attr]
+    return (running(x) or "") if of_attention else module_reading(x)
+
+
+def _is_graph(x: Node) -> bool:
+    """Whether a value is the graph of an attention function that no tracer sees into."""
+    source = x.args[0] if x.target is operator.getitem and x.args[1] == 1 else None
+    return isinstance(source, Node) and source.target is ATTEND
+
+
+def _makes_weights(halves: Halves, parameters: int) -> bool:
+    """Whether the backward computes a product of weights alone. It would see what somebody writes into a parameter's
+    `data`, as adapters are merged."""
+    weights = set(halves.inputs[:parameters])
+    made: set[Node] = set()
+    for node in halves.backward.graph.nodes:
+        of_weights = node.op == "call_function" and node.all_input_nodes and made.issuperset(node.all_input_nodes)
+        if of_weights or (node.op == "placeholder" and halves.read.get(node) in weights):
+            made.add(node)
+    return any(node.target in PRODUCTS for node in made)
 
 
 def _is_activation(x: Node, inputs: dict[Node, int], joint: Joint) -> bool:

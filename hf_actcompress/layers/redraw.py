@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from ..compilation.policy import nbytes
+from ..compilation.policy import is_attention, nbytes
 from ..reference import replayed_rng, rng_state
 from .draws import DRAWN
 
@@ -54,13 +54,19 @@ class Certain:
         return str(self.op)
 
 
-def split_draws(graph: Graph) -> None:
-    """Split each random op of a functional graph in two."""
+def split_draws(graph: Graph, attention: bool) -> None:
+    """Split each random op of a functional graph in two.
+
+    A fused attention returns the seed of its dropout, which its backward reads. It is split only with `attention`: if
+    it runs again.
+    """
     for node in list(graph.nodes):
         if not is_drawn(node) or node.target is DRAWN:
             continue
         if _drops_nothing(node):
             node.target = Certain(node.target)
+            continue
+        if is_attention(node) and not attention:
             continue
         value = node.meta["val"]
         first = value[0] if isinstance(value, (tuple, list)) else value

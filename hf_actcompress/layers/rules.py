@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any, TypeGuard
 
 import torch
 from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
-from ..compilation.policy import apply_policy, hint, is_view, make_again, nbytes, numel, of_forward
+from ..compilation.policy import CODEC, apply_policy, hint, is_view, make_again, nbytes, numel, of_forward
 from .draws import DROPPED
 from .redraw import drawn_from, is_drawn, state_before
 from .trace import Joint
 
 aten = torch.ops.aten
-# how many features a product makes at least of each that it reads, if it is cheap to make again
+# how many features a product makes at least of each that it reads, if it is cheap to make again, and by how much its
+# matrix is smaller than the layer's largest one
 _FEW = 8
+# norms that return their statistics behind their result
+_NORMS = {aten.native_layer_norm.default, aten.native_group_norm.default}
 PRODUCTS = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default}
 
 
@@ -25,21 +29,48 @@ def tag(joint: Joint) -> None:
     apply_policy(graph, joint.outputs)
     forward = of_forward(graph, joint.outputs)
     weights = made_of_weights(graph, joint.parameters)
+    largest = max((numel(_matrix(node).meta["val"]) for node in forward if node.target in PRODUCTS), default=0)
     for node in graph.nodes:
         if node in forward:
-            _tag(node, weights)
+            _tag(node, weights, largest, joint.selective)
     for node in graph.nodes:
         if is_drawn(node) or node.target is state_before:
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
     for node in graph.nodes:
-        if node in forward and node.meta.get("recompute") == CheckpointPolicy.PREFER_RECOMPUTE and _is_last(node):
+        if node in forward and _is_made_again(node) and _is_last(node):
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+    for node in graph.nodes:
+        if node in forward and node.target in _NORMS and not _feeds_backward(_result(node), forward):
+            # the norm need not run again for its statistics alone
+            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+
+
+def _is_made_again(node: Node) -> bool:
+    return bool(node.meta.get("recompute") == CheckpointPolicy.PREFER_RECOMPUTE)
+
+
+def _result(node: Node) -> Node | None:
+    return next((x for x in node.users if x.target is operator.getitem and x.args[1] == 0), None)
+
+
+def _feeds_backward(x: Node | None, forward: set[Node]) -> bool:
+    """Whether a backward reads a value, or what is made again of it."""
+    pending, seen = [x] if x is not None else [], set[Node]()
+    while pending:
+        node = pending.pop()
+        for user in node.users:
+            if user.op == "call_function" and user not in seen:
+                seen.add(user)
+                if user not in forward:
+                    return True
+                pending += [user] if _is_made_again(user) else []
+    return False
 
 
 def _is_last(node: Node) -> bool:
     """Whether tensors of at least a node's bytes are needed for nothing but to make it: rotated queries of queries, a
     sum of its summand. Kept itself, the node need not be made again."""
-    if is_view(node) or node.target is DROPPED:
+    if is_view(node) or node.target is DROPPED or CODEC in node.meta:
         return False
     made, freed, pending = {node}, 0, set(node.all_input_nodes)
     x = node
@@ -49,8 +80,11 @@ def _is_last(node: Node) -> bool:
         if x not in pending:
             continue
         pending.remove(x)
+        if CODEC in x.meta:
+            # a module has marked it
+            return False
         if x.op == "call_function" and all(user in made for user in x.users):
-            if x.meta.get("recompute") == CheckpointPolicy.PREFER_RECOMPUTE:
+            if _is_made_again(x):
                 made.add(x)
                 pending.update(x.all_input_nodes)
             elif x.target in PRODUCTS:
@@ -58,8 +92,9 @@ def _is_last(node: Node) -> bool:
     return freed >= nbytes(node) > 0
 
 
-def _tag(node: Node, weights: dict[Node, bool]) -> None:
-    if node.target in (DROPPED, drawn_from) or is_view(node) or _is_depthwise(node) or _is_cheap_product(node, weights):
+def _tag(node: Node, weights: dict[Node, bool], largest: int, selective: bool) -> None:
+    cheap = is_view(node) or _is_depthwise(node) or _is_cheap_product(node, weights, largest, selective)
+    if cheap or node.target in (DROPPED, drawn_from):
         make_again(node)
     elif node.target is aten.native_layer_norm.default and _is_sum(x := node.args[0]) and _is_narrow(x):
         # what a norm reads is kept, and not its two summands
@@ -69,7 +104,7 @@ def _tag(node: Node, weights: dict[Node, bool]) -> None:
         _narrowest(node).meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
 
-def _is_cheap_product(node: Node, weights: dict[Node, bool]) -> bool:
+def _is_cheap_product(node: Node, weights: dict[Node, bool], largest: int, selective: bool) -> bool:
     """Whether a product is cheap to make again for what it has in bytes.
 
     That is one of activations, such as the scores of eager attention; one that makes many features of a few, as the
@@ -78,12 +113,19 @@ def _is_cheap_product(node: Node, weights: dict[Node, bool]) -> bool:
     if node.target not in PRODUCTS:
         return False
     made = [weights[x] for x in node.all_input_nodes]
-    return not any(made) or _is_of_few(node) or (all(made) and _is_of_low_rank(node))
+    if not any(made):
+        return selective
+    return _is_of_few(node, largest) or (all(made) and _is_of_low_rank(node))
 
 
-def _is_of_few(product: Node) -> bool:
-    matrix = product.all_input_nodes[-1].meta["val"]
-    return matrix.dim() == 2 and hint(matrix.size(0)) * _FEW <= hint(matrix.size(1))
+def _is_of_few(product: Node, largest: int) -> bool:
+    matrix = _matrix(product).meta["val"]
+    few = matrix.dim() == 2 and hint(matrix.size(0)) * _FEW <= hint(matrix.size(1))
+    return few and numel(matrix) * _FEW <= largest
+
+
+def _matrix(product: Node) -> Node:
+    return product.all_input_nodes[-1]
 
 
 def _is_of_low_rank(product: Node) -> bool:

@@ -5,9 +5,8 @@ from __future__ import annotations
 from torch import nn
 
 from ..modules.base import settings_of
-from ..programs import LayerSettings
-from .layer import PlannedLayer
 from .plan import LayerPlan
+from .site import LayerSettings
 
 
 def show(layer: nn.Module) -> str:
@@ -20,9 +19,9 @@ def show(layer: nn.Module) -> str:
         TypeError: It is another module.
     """
     settings = settings_of(layer)
-    if not isinstance(settings, LayerSettings) or not isinstance(settings.programs, PlannedLayer):
+    if not isinstance(settings, LayerSettings):
         raise TypeError(f"show takes a layer that runs by plans, and got a {type(layer).__name__} that does not")
-    plans = [known.plan for known in settings.programs.known()]
+    plans = [known.plan for known in settings.plans.known()]
     texts = [_text(plan) if isinstance(plan, LayerPlan) else f"module by module: {plan}" for plan in plans]
     return "\n\n".join(texts) or "no call with gradients so far"
 

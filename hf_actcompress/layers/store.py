@@ -12,11 +12,13 @@ from torch import Tensor, nn
 
 from ..codecs import IDENTITY
 from ..compilation import traced_plan
+from ..models.attention_interface import foreign_functions_are_nodes
 from ..modules.base import settings_of, stock_type
+from ..ops import opaque
 from ..ops.snapshot import Snapshot
 from ..private_apis import without_dispatch_modes, without_saved_tensor_hooks
 from ..roles import Role
-from .caches import RecordingCache
+from .caches import Slot, is_filled, recording
 from .checkpointed import Recompute
 from .codec_marks import attention_marks, name_codecs, other_codec
 from .given import CallArguments, Returned, Unknown
@@ -37,13 +39,18 @@ class Known:
         plan: The plan; or why there is none.
         returned: What it returns.
         sizes: The sizes that it serves; None: those with which it was traced.
-        index: For each update of a cache the index of its layer, or where it is: a module's path and an attribute.
+        passing: Whether there is none because a cache is filled, which later calls of the form may not have.
+        calls: The attention functions that it calls, of which no tracer sees the inside.
+        slots: Where it puts keys and values. The index in each may be the place of one: a module's path and an
+            attribute.
     """
 
     plan: LayerPlan | str
     returned: Returned | None = None
-    index: tuple[tuple[str, str] | int, ...] = ()
+    slots: tuple[Slot, ...] = ()
     sizes: Sizes | None = None
+    calls: tuple[opaque.OpaqueCall, ...] = ()
+    passing: bool = False
 
 
 @dataclass
@@ -123,6 +130,8 @@ def learn(
         try:
             return _learn(layer, given, setting, numbers)
         except (NotTraced, Unknown) as reason:
+            if any(map(is_filled, given.caches)):
+                return Known(f"its cache has keys and values already, or {reason}", passing=True), set()
             if not numbers:
                 return Known(str(reason)), set()
         # an integer that is no plain one may be the reason
@@ -136,21 +145,19 @@ def learn(
 def _learn(
     layer: nn.Module, given: CallArguments, setting: TraceSetting, numbers: set[tuple[str, str]]
 ) -> tuple[Known, set[tuple[str, str]]]:
-    snapshot = Snapshot(layer, _code, buffers=True)
-    name_codecs(snapshot, layer)
-    names = {module: name for name, module in layer.named_modules()}
-    snapshot.around(lambda module, forward: within(names[module], forward))
+    snapshot = _copied(layer)
     noted = _with_numbers(snapshot, layer, {place for place in numbers if place[0] != ARGUMENT})
     integers = [Number(n) if (ARGUMENT, str(i)) in numbers else n for i, n in enumerate(given.integers)]
     noted.update({(ARGUMENT, str(i)): n for i, n in enumerate(integers) if isinstance(n, Number)})
-    weights = len(snapshot.tensors)
-    device = given.tensors[0].device.type
+    weights, device = len(snapshot.tensors), given.tensors[0].device.type
     marks = attention_marks(layer)
     returned: list[Returned] = []
-    updates: list[tuple[Any, ...]] = []
+    updates: list[tuple[Slot, Any]] = []
 
     def call(inputs: list[Any]) -> list[Tensor]:
-        caches = [RecordingCache() for _ in given.caches]
+        updates.clear()
+        made.clear()
+        caches = [recording(cache, i, updates) for i, cache in enumerate(given.caches)]
         tensors = inputs[weights:]
         args, kwargs = given.with_others(tensors, caches, integers)
         enabled = setting.autocast is not None
@@ -158,15 +165,32 @@ def _learn(
             value = snapshot.run(inputs[:weights], *args, **kwargs)
         found = Returned(value, [*tensors, *caches, *integers])
         returned[:] = [found]
-        updates[:] = [update for cache in caches for update in cache.updates]
-        return [*found.tensors, *(x for keys, values, _ in updates for x in (keys, values))]
+        return [*found.tensors, *(x for _, heads in updates for x in heads)]
 
-    joint = trace(call, [*snapshot.tensors, *given.tensors], weights, setting.dynamic, _held(layer))
+    inputs = [*snapshot.tensors, *given.tensors]
+    with foreign_functions_are_nodes(), opaque.traced_calls({"mask": given.masks, "integer": integers}) as made:
+        joint = trace(call, inputs, weights, setting.dynamic, _held(layer), setting.again == Recompute.ALL)
+    joint.selective = settings_of(layer).selective  # type: ignore[union-attr]
+    if setting.again == Recompute.ALL and any(one.draws for one in made):
+        raise NotTraced("its attention draws numbers that no second run can draw again")
     returned[0].forget()
-    index = tuple(_place(place, noted) for _, _, place in updates)
+    slots = tuple(slot._replace(index=_place(slot.index, noted)) for slot, _ in updates)
     sizes = Sizes(joint) if setting.dynamic else None
     plan = _made(joint, setting.again, _others(layer))
-    return Known(plan, returned[0], index, sizes), {place for place, number in noted.items() if number.used}
+    return Known(plan, returned[0], slots, sizes, tuple(made)), {
+        place for place, number in noted.items() if number.used
+    }
+
+
+def _copied(layer: nn.Module) -> Snapshot:
+    """What runs in a trace: copies of the layer's modules, which note whose nodes they make and name their codecs."""
+    snapshot = Snapshot(layer, _code, buffers=True)
+    name_codecs(snapshot, layer)
+    names = {module: name for name, module in layer.named_modules()}
+    for module, name in names.items():
+        snapshot.replace(module, opaque.PATH, name)
+    snapshot.around(lambda module, forward: within(names[module], forward))
+    return snapshot
 
 
 def _others(layer: nn.Module) -> Others | None:

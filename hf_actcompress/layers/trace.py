@@ -20,6 +20,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 from torch.overrides import TorchFunctionMode
 
 from ..compilation import is_traced, traced_plan
+from ..compilation.policy import is_attention
 from ..ops.autocast import autocast_off
 from ..private_apis import FakeTensorMode
 from ..private_apis.graphs import without_logs_of_fakes
@@ -33,6 +34,8 @@ aten = torch.ops.aten
 _SAME = {aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default}
 # the name of an annotation: the module whose forward runs
 _MODULE = "actcompress_module"
+# that of a copy that a cache makes
+LAID_OUT = "actcompress_laid_out"
 # calls of torch in a forward; a layer with more is a loop over tokens or a block of blocks, and its trace takes long.
 # A layer of T5 with DoRA makes more than half as many
 MOST_CALLS = 1024
@@ -60,6 +63,7 @@ class Joint:
         mode: The mode that made them.
         parameters: How many of the first inputs are weights.
         ungraded: The outputs that have no gradient, by place.
+        selective: Whether products of activations are made again in backward.
     """
 
     module: GraphModule
@@ -68,6 +72,7 @@ class Joint:
     mode: FakeTensorMode
     parameters: int
     ungraded: tuple[int, ...]
+    selective: bool = True
 
     @property
     def outputs(self) -> int:
@@ -80,7 +85,9 @@ class Joint:
         return self.module.graph
 
 
-def trace(call: Call, inputs: Sequence[Tensor], parameters: int, dynamic: bool, held: AbstractSet[int]) -> Joint:
+def trace(
+    call: Call, inputs: Sequence[Tensor], parameters: int, dynamic: bool, held: AbstractSet[int], attention: bool
+) -> Joint:
     """Trace a call.
 
     Args:
@@ -89,6 +96,7 @@ def trace(call: Call, inputs: Sequence[Tensor], parameters: int, dynamic: bool, 
         parameters: How many of them, the first ones, are weights, whose sizes never change.
         dynamic: Whether the graph is for any sizes of the others, up to guards in `mode.shape_env`.
         held: The storages of tensors that modules hold as plain attributes.
+        attention: Whether attention may run again, and draw what it drew.
 
     Raises:
         NotTraced: The code reads data, or does what torch cannot trace.
@@ -104,7 +112,7 @@ def trace(call: Call, inputs: Sequence[Tensor], parameters: int, dynamic: bool, 
             module = make_fx(joint, _allow_non_fake_inputs=True)(fake, joint.tangents)
             if any(map(is_written, module.graph.nodes)):
                 module = make_fx(_functional(module), _allow_non_fake_inputs=True)(fake, joint.tangents)
-    except NotTraced:
+    except (NotTraced, torch.OutOfMemoryError):
         raise
     except Exception as error:
         raise NotTraced(f"it cannot be traced ({first_line(error)})") from error
@@ -114,7 +122,8 @@ def trace(call: Call, inputs: Sequence[Tensor], parameters: int, dynamic: bool, 
     _name_placeholders(module.graph, len(fake))
     _note_modules(module.graph)
     _without_copies(module.graph)
-    split_draws(module.graph)
+    _once_each_size(module.graph)
+    split_draws(module.graph, attention)
     _refuse(module, held)
     return Joint(module, fake, joint.tangents, mode, parameters, tuple(joint.ungraded))
 
@@ -192,10 +201,14 @@ def within(module: str, forward: Callable[..., Any]) -> Callable[..., Any]:
 
 def _note_modules(graph: Graph) -> None:
     for node in graph.nodes:
-        name = (node.meta.pop("custom", None) or {}).get(_MODULE)
-        if name is not None:
+        notes = node.meta.pop("custom", None) or {}
+        if _MODULE in notes:
             # as a compiler notes it
-            node.meta["nn_module_stack"] = {name: name}
+            node.meta["nn_module_stack"] = {notes[_MODULE]: notes[_MODULE]}
+        if LAID_OUT in notes and all(user.op == "output" or is_attention(user) for user in node.users):
+            # a fused attention gives the same numbers wherever they lie
+            node.target = aten.alias.default
+            node.args, node.kwargs = node.args[:1], {}
 
 
 def _name_placeholders(graph: Graph, inputs: int) -> None:
@@ -210,6 +223,18 @@ def _without_copies(graph: Graph) -> None:
         if node.target in _SAME:
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
+
+
+def _once_each_size(graph: Graph) -> None:
+    """Let each size be computed once: in a graph for any sizes, several tensors have the same one."""
+    first: dict[str, Node] = {}
+    for node in list(graph.nodes):
+        value = node.meta.get("val")
+        if node.op == "call_function" and isinstance(value, torch.SymInt):
+            same = first.setdefault(str(value.node.expr), node)
+            if same is not node:
+                node.replace_all_uses_with(same)
+                graph.erase_node(node)
 
 
 def _refuse(module: GraphModule, held: AbstractSet[int]) -> None:

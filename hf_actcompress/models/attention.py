@@ -21,6 +21,7 @@ from ..config import CompressionConfig
 from ..methods.chosen_tokens.model_keys_and_values import keys_and_values
 from ..modules.attention import ATTENTION_NAME, AttentionSettings, renamed
 from ..modules.base import PLAIN_TENSORS, Settings, keeps_for_backward, settings_of, stock_type
+from ..ops import opaque
 from ..ops.autocast import autocast_dtype
 from ..private_apis import transforms_or_export
 from ..records import padding_in, shares_rows
@@ -116,6 +117,9 @@ def attention_forward(
     chosen = None if compilation.is_traced() else keys_and_values()
     if chosen is not None:
         key, value, attention_mask = chosen.seen(module, query, key, value, attention_mask, kwargs.get("is_causal"))
+    if isinstance(attention_mask, ops.PackedMask) and compilation.is_traced_plan():
+        options = {"dropout": dropout, "scaling": scaling, **kwargs}
+        return opaque.attention(attention_forward, module, query, key, value, attention_mask, **options)
     if isinstance(attention_mask, ops.PackedMask):
         out = _packed(settings, query, key, value, attention_mask, dropout, scaling, kwargs)
         if out is not None:

@@ -23,6 +23,23 @@ _FLAGS = ("gradient_checkpointing", CHECKPOINT_FUNCTION)
 # the attribute of a layer that keeps its former flags
 _BEFORE = "actcompress_checkpointing"
 
+# the options that a plain checkpoint may have
+_PLAIN = {"use_reentrant": False, "preserve_rng_state": True}
+
+
+def is_plain(function: Any) -> bool:
+    """Whether a function is torch's non-reentrant checkpoint with its default options."""
+    # an estimate puts a stand-in in its place
+    function = getattr(function, "stands_for", function)
+    if (
+        not isinstance(function, partial)
+        or function.args
+        or function.func not in (checkpoint, checkpoint_without_cache)
+    ):
+        return False
+    told = function.keywords
+    return told.get("use_reentrant") is False and all(_PLAIN.get(name) is value for name, value in told.items())
+
 
 def switch_on(model: nn.Module, asked: tuple[str, ...] | str) -> None:
     """Let the layers that `layers_asked_for` finds be computed again in backward.

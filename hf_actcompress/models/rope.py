@@ -18,7 +18,7 @@ from torch import Tensor
 from .. import compilation, ops
 from ..modules.attention import AttentionMixin
 from ..modules.base import keeps_for_backward
-from ..ops import kernel_nodes
+from ..ops import traced_kernels
 from ..reference import rope_fwd
 from .function_copies import GlobalsCopy, copy_of_forward, read_global
 from .probe import same_bits
@@ -79,7 +79,9 @@ def _ours(stock: Callable[..., Any]) -> Callable[..., Any]:
     ) -> tuple[Tensor, Tensor]:
         wanted = cos.requires_grad or sin.requires_grad
         nodes = compilation.is_traced_plan() and not wanted
-        turned = kernel_nodes.rope(q, k, cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)) if nodes else None
+        turned = (
+            traced_kernels.rope(q, k, cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)) if nodes else None
+        )
         if turned is not None:
             return turned
         if wanted or compilation.is_traced() or not keeps_for_backward(q, k, cos, sin):

@@ -54,11 +54,6 @@ class SelectiveSettings(Settings):
     segment: int = 0
     in_rows: bool = False
 
-    @property
-    def in_parts(self) -> bool:
-        """Whether it computes one part of its result after the other."""
-        return self.in_rows or self.segment > 0
-
 
 class CachedSelectiveMixin(SelectiveMixin):
     """The mixin for modules that run again in backward and may get a cache of keys and values as an argument.

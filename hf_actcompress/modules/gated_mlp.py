@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .. import compilation, ops
-from ..ops import kernel_nodes
+from ..ops import traced_kernels
 from .base import has_hooks, keeps_for_backward, only_tensor, settings_of
 from .leaves import ActivationSettings, as_it_is
 from .tiled import TiledMixin, TiledSettings
@@ -46,7 +46,7 @@ class _GatedMLPMixin(TiledMixin):
             of_gate, of_up = (compilation.part_of(settings.codec_name, name) for name in ("gate", "up"))
             gate, up = compilation.keep(gate, of_gate), compilation.keep(up, of_up)
             known = as_it_is(act) if compilation.is_traced_plan() else None
-            h = None if known is None else kernel_nodes.gated_product(gate, up, known[0], activation.kind, known[1])
+            h = None if known is None else traced_kernels.gated_product(gate, up, known[0], activation.kind, known[1])
             if h is not None:
                 return h
             return act.stock_forward()(gate) * up  # type: ignore[no-any-return]

@@ -17,7 +17,7 @@ from ..methods.fewbit.op import activation_fewbit
 from ..methods.fewbit.reference import TABLE_OPTIONS
 from ..methods.inverted.op import activation_output
 from ..methods.norm_output.op import layer_norm_output, rms_norm_output
-from ..ops import kernel_nodes
+from ..ops import traced_kernels
 from ..records import current
 from ..reference import ConvGeometry, draws_like_any, linear_fwd
 from .base import (
@@ -170,7 +170,7 @@ class RMSNormMixin(_Module):
             return rms_norm_output(x, weight, eps, settings.kind)
         if compilation.is_traced():
             x = compilation.keep(x, settings.codec_name)
-            y = kernel_nodes.rms_norm(x, weight, eps, settings.kind) if compilation.is_traced_plan() else None
+            y = traced_kernels.rms_norm(x, weight, eps, settings.kind) if compilation.is_traced_plan() else None
             return super().forward(x) if y is None else y  # type: ignore[no-any-return]
         return ops.rms_norm(x, weight, eps, settings.kind, codec=settings.codec, copy_affine=is_sharded(self))
 
@@ -253,7 +253,7 @@ class ActivationMixin(_Module):
     def _traced(self, x: Tensor, settings: ActivationSettings) -> Tensor:
         x = compilation.keep(x, settings.codec_name)
         found = as_it_is(self) if compilation.is_traced_plan() else None
-        y = None if found is None else kernel_nodes.activation(x, found[0], settings.kind, found[1])
+        y = None if found is None else traced_kernels.activation(x, found[0], settings.kind, found[1])
         return super().forward(x) if y is None else y  # type: ignore[no-any-return]
 
 

@@ -1,8 +1,8 @@
 """Functions that a device has a kernel for, as single nodes of a layer's graph.
 
-While a layer is traced, a patched module calls the functions below in the place of its stock code where `dispatch` has
-a kernel for its device. Each is an op for the tracer, with the shapes of the reference; when the graph runs, the
-function of `dispatch` is called itself (`RUNS`). What a kernel may compute in a forward is stock's bits there
+While a layer is traced, a patched module calls the functions of `traced_kernels` in the place of its stock code where
+`dispatch` has a kernel for its device. Each is an op for the tracer, with the shapes of the reference; when the graph
+runs, the function of `dispatch` is called itself (`RUNS`). What a kernel may compute in a forward is stock's bits there
 (`kernels/__init__.py`).
 
 RMSNorm is two nodes: the statistic, which is kept, and the output, which is made of x and the statistic. A forward
@@ -113,28 +113,36 @@ def NORMED(x: Tensor, rstd: Tensor, weight: Tensor | None, formula: str) -> Tens
 
 
 @_op(
-    "rms_norm_bwd(Tensor dy, Tensor x, Tensor? weight, Tensor rstd, str formula) -> Tensor",
-    lambda dy, x, weight, rstd, formula: x.new_empty(x.shape),
+    "rms_norm_bwd(Tensor dy, Tensor x, Tensor? weight, Tensor rstd, str formula, Tensor? residual=None) -> Tensor",
+    lambda dy, x, weight, rstd, formula, residual=None: x.new_empty(x.shape),
     pointwise=False,
 )
-def _NORM_BWD(dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, formula: str) -> Tensor:
-    return _function("rms_norm_bwd", dy, formula)(dy, x, weight, rstd, formula, (True, False))[0]  # type: ignore[no-any-return]
+def NORM_BWD(
+    dy: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor, formula: str, residual: Tensor | None = None
+) -> Tensor:
+    """The gradient of x, and with `residual` the sum of both."""
+    run = _function("rms_norm_bwd", dy, formula)
+    return run(dy, x, weight, rstd, formula, (True, False), residual)[0]  # type: ignore[no-any-return]
 
 
 @_op(
-    "rms_norm_bwd_both(Tensor dy, Tensor x, Tensor weight, Tensor rstd, str formula) -> (Tensor, Tensor)",
-    lambda dy, x, weight, rstd, formula: (x.new_empty(x.shape), weight.new_empty(weight.shape)),
+    "rms_norm_bwd_both(Tensor dy, Tensor x, Tensor weight, Tensor rstd, str formula, Tensor? residual=None)"
+    " -> (Tensor, Tensor)",
+    lambda dy, x, weight, rstd, formula, residual=None: (x.new_empty(x.shape), weight.new_empty(weight.shape)),
     pointwise=False,
 )
-def _NORM_BWD_BOTH(dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, formula: str) -> Any:
-    return _function("rms_norm_bwd", dy, formula)(dy, x, weight, rstd, formula, (True, True))
+def NORM_BWD_BOTH(
+    dy: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, formula: str, residual: Tensor | None = None
+) -> Any:
+    """The same, and the gradient of the weight."""
+    return _function("rms_norm_bwd", dy, formula)(dy, x, weight, rstd, formula, (True, True), residual)
 
 
 @_op(
     "rotated(Tensor x, Tensor cos, Tensor sin) -> Tensor",
     lambda x, cos, sin: torch.empty_like(x, dtype=torch.promote_types(x.dtype, cos.dtype)),
 )
-def _ROTATED(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def ROTATED(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     y: Tensor = _function("rope_fwd", x)(x, cos, sin)
     return y
 
@@ -143,7 +151,7 @@ def _ROTATED(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     "rotated_bwd(Tensor dy, Tensor cos, Tensor sin, ScalarType dtype) -> Tensor",
     lambda dy, cos, sin, dtype: torch.empty_like(dy, dtype=dtype),
 )
-def _ROTATED_BWD(dy: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> Tensor:
+def ROTATED_BWD(dy: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> Tensor:
     dx: Tensor = _function("rope_bwd", dy)(dy, cos, sin, dtype)
     return dx
 
@@ -153,7 +161,7 @@ def _like_stock(x: Tensor, stock: int, kind: str, options: Sequence[float]) -> T
 
 
 @_op("activated(Tensor x, int stock, str kind, float[] options) -> Tensor", _like_stock)
-def _ACTIVATED(x: Tensor, stock: int, kind: str, options: Sequence[float]) -> Tensor:
+def ACTIVATED(x: Tensor, stock: int, kind: str, options: Sequence[float]) -> Tensor:
     known = _stocks[stock]
     return known.under_autocast(_function("activation_fwd", x, kind), x, known.stock, kind, tuple(options))
 
@@ -162,7 +170,7 @@ def _ACTIVATED(x: Tensor, stock: int, kind: str, options: Sequence[float]) -> Te
     "activated_bwd(Tensor dy, Tensor x, str kind, float[] options) -> Tensor",
     lambda dy, x, kind, options: x.new_empty(x.shape),
 )
-def _ACTIVATED_BWD(dy: Tensor, x: Tensor, kind: str, options: Sequence[float]) -> Tensor:
+def ACTIVATED_BWD(dy: Tensor, x: Tensor, kind: str, options: Sequence[float]) -> Tensor:
     dx: Tensor = _function("activation_bwd", dy, kind)(dy, x, kind, tuple(options))
     return dx
 
@@ -173,7 +181,8 @@ def _like_product(gate: Tensor, up: Tensor, stock: int, kind: str, options: Sequ
 
 
 @_op("gated(Tensor gate, Tensor up, int stock, str kind, float[] options) -> Tensor", _like_product)
-def _GATED(gate: Tensor, up: Tensor, stock: int, kind: str, options: Sequence[float]) -> Tensor:
+def GATED(gate: Tensor, up: Tensor, stock: int, kind: str, options: Sequence[float]) -> Tensor:
+    """stock(gate) * up."""
     known = _stocks[stock]
     run = _function("gated_product_fwd", gate, kind)
     return known.under_autocast(run, gate, up, known.stock, kind, tuple(options))
@@ -183,94 +192,27 @@ def _GATED(gate: Tensor, up: Tensor, stock: int, kind: str, options: Sequence[fl
     "gated_bwd(Tensor dh, Tensor gate, Tensor up, int stock, str kind, float[] options) -> (Tensor, Tensor)",
     lambda dh, gate, up, *_: (gate.new_empty(gate.shape), up.new_empty(up.shape)),
 )
-def _GATED_BWD(dh: Tensor, gate: Tensor, up: Tensor, stock: int, kind: str, options: Sequence[float]) -> Any:
+def GATED_BWD(dh: Tensor, gate: Tensor, up: Tensor, stock: int, kind: str, options: Sequence[float]) -> Any:
+    """The gradients of gate and up."""
     return _function("gated_product_bwd", dh, kind)(
         dh, gate, up, _stocks[stock].same, kind, tuple(options)
     )  # fmt: skip
 
 
-class _RMSNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor | None, eps: float | None, formula: str) -> Tensor:
-        rstd = RSTD(x, weight, eps, formula)
-        ctx.save_for_backward(x, weight, rstd)
-        ctx.formula = formula
-        return NORMED(x, rstd, weight, formula)  # type: ignore[no-any-return]
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Any:  # type: ignore[override]
-        x, weight, rstd = ctx.saved_tensors
-        if ctx.needs_input_grad[1]:
-            return *_NORM_BWD_BOTH(dy, x, weight, rstd, ctx.formula), None, None
-        return _NORM_BWD(dy, x, weight, rstd, ctx.formula), None, None, None
+@_op(
+    "gated_and_bwd(Tensor dh, Tensor gate, Tensor up, int stock, str kind, float[] options)"
+    " -> (Tensor, Tensor, Tensor)",
+    lambda dh, gate, up, *row: (_like_product(gate, up, *row), gate.new_empty(gate.shape), up.new_empty(up.shape)),
+    pointwise=False,
+)
+def GATED_AND_BWD(dh: Tensor, gate: Tensor, up: Tensor, stock: int, kind: str, options: Sequence[float]) -> Any:
+    """The product again, and both gradients. A kernel may write the product over dh."""
+    run = _function("gated_product_and_bwd", dh, kind)
+    return run(dh, gate, up, _stocks[stock].same, kind, tuple(options), dh.dtype, True)
 
 
-class _Rotated(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        ctx.save_for_backward(cos, sin)
-        ctx.dtype = x.dtype
-        return _ROTATED(x, cos, sin)  # type: ignore[no-any-return]
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Any:  # type: ignore[override]
-        return _ROTATED_BWD(dy, *ctx.saved_tensors, ctx.dtype), None, None
-
-
-class _Activated(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, *row: Any) -> Tensor:
-        ctx.save_for_backward(x)
-        ctx.row = row
-        return _ACTIVATED(x, *row)  # type: ignore[no-any-return]
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Any:  # type: ignore[override]
-        return _ACTIVATED_BWD(dy, *ctx.saved_tensors, *ctx.row[1:]), None, None, None
-
-
-class _Gated(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor, *row: Any) -> Tensor:
-        ctx.save_for_backward(gate, up)
-        ctx.row = row
-        return _GATED(gate, up, *row)  # type: ignore[no-any-return]
-
-    @staticmethod
-    def backward(ctx: Any, dh: Tensor) -> Any:  # type: ignore[override]
-        return *_GATED_BWD(dh, *ctx.saved_tensors, *ctx.row), None, None, None
-
-
-def rms_norm(x: Tensor, weight: Tensor | None, eps: float | None, formula: str) -> Tensor | None:
-    """RMSNorm of x [..., C] as nodes, in a trace; None if the device has no kernel for it."""
-    if not has_kernel("rms_norm_fwd", x, formula):
-        return None
-    return _RMSNorm.apply(x, weight, eps, formula)  # type: ignore[no-untyped-call, no-any-return]
-
-
-def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Queries and keys [B, H, S, D] or [B, S, H, D] rotated, each as one node; the angles broadcast to them."""
-    if not has_kernel("rope_fwd", q):
-        return None
-    return _Rotated.apply(q, cos, sin), _Rotated.apply(k, cos, sin)  # type: ignore[no-untyped-call]
-
-
-def activation(x: Tensor, stock: _Stock, kind: str, options: Sequence[float]) -> Tensor | None:
-    """stock(x) as one node; `kind` and `options` are its row of `reference.ACTIVATIONS`."""
-    if not has_kernel("activation_fwd", x, kind):
-        return None
-    return _Activated.apply(x, _place(stock, x, kind, options), kind, list(options))  # type: ignore[no-untyped-call, no-any-return]
-
-
-def gated_product(gate: Tensor, up: Tensor, stock: _Stock, kind: str, options: Sequence[float]) -> Tensor | None:
-    """stock(gate) * up, all [..., F], as one node."""
-    if not has_kernel("gated_product_fwd", gate, kind):
-        return None
-    return _Gated.apply(gate, up, _place(stock, gate, kind, options), kind, list(options))  # type: ignore[no-untyped-call, no-any-return]
-
-
-def _place(stock: Any, x: Tensor, kind: str, options: Sequence[float]) -> int:
-    """The place of a stock function under the autocast of now. Kind and options say what function of its class it is."""
+def place_of(stock: Any, x: Tensor, kind: str, options: Sequence[float]) -> int:
+    """The place of a stock function under the autocast of now. Kind and options say which one of its class it is."""
     same = SameAutocast(stock, x)
     key = getattr(stock, "func", stock), kind, tuple(options), same.device, same.dtype
     if key not in _places:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from .. import compilation
 from ..private_apis import without_torch_function
 from ..reference.mask_rows import MaskRows
 from ..reference.sequences import Band, Sequences
@@ -47,6 +48,8 @@ class PackedMask(Tensor):
 
     def values(self) -> Tensor:
         """Stock's mask."""
+        if compilation.is_traced_plan():
+            raise NotImplementedError("its code reads a mask that has no memory")
         if self.made is None:
             self.made = self.make()
         return self.made

@@ -14,7 +14,7 @@ from .module_hooks import ModuleHooks, may_write, places_of
 from .nested import is_foreign, tensors_in, without_inference
 from .net import netted
 from .outside import hooks_outside
-from .own_ops import applied, is_made_again, unnetted
+from .own_ops import applied, is_made_again
 from .padding import (
     Padding,
     checkpointed,
@@ -107,7 +107,6 @@ __all__ = [
     "storages_of",
     "stored_exact",
     "tensors_in",
-    "unnetted",
     "whole_record_of",
     "without_inference",
 ]

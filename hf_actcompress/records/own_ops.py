@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -113,20 +113,6 @@ def applied(function: _Function[_Result_co], *inputs: Any) -> _Result_co:
         else:
             push_saved_tensor_hooks(*net.hooks)
             own_tensors.asked = None
-
-
-def unnetted(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """The function's result with the net off, for functions whose saved tensors must all be kept anyway."""
-    net = None if torch.compiler.is_compiling() else current.net
-    if net is None or net.outside is not None or not net.is_innermost():
-        return function(*args, **kwargs)
-    pop_saved_tensor_hooks()
-    current.net = None
-    try:
-        return function(*args, **kwargs)
-    finally:
-        push_saved_tensor_hooks(*net.hooks)
-        current.net = net
 
 
 def is_made_again(x: Tensor) -> bool:

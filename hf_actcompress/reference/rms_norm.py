@@ -38,12 +38,6 @@ def rms_norm_rebuild(x: Tensor, rstd: Tensor, weight: Tensor | None, formula: st
     return y
 
 
-def rms_norm_normed(x: Tensor, rstd: Tensor, weight: Tensor, formula: str) -> Tensor:
-    """x^ in the dtype in which the gain is applied; y is weight * x^. For formulas that do not multiply in fp32."""
-    (normed,) = in_tiles(lambda x, rstd: (_in(_fp32(x) * rstd, _normed_dtype(x.dtype, weight, formula)),), x, rstd)
-    return normed
-
-
 def _rebuilt(x32: Tensor, rstd: Tensor, weight: Tensor | None, formula: str, dtype: torch.dtype) -> Tensor:
     """y from x in fp32; `dtype` is x's own."""
     normed = x32 * rstd
@@ -101,11 +95,6 @@ def rms_norm_bwd(
 
 def applies_gain_in_fp32(weight: Tensor | None, formula: str) -> bool:
     return weight is None or formula in ("one_plus_weight", "weight_in_fp32")
-
-
-def rms_norm_weight_bwd(dy: Tensor, normed: Tensor, weight: Tensor) -> Tensor:
-    """dweight [C] of `rms_norm_bwd`, from what `rms_norm_normed` returns."""
-    return _over_rows(dy * normed, weight.dtype)
 
 
 def _over_rows(products: Tensor, dtype: torch.dtype) -> Tensor:

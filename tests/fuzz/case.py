@@ -27,7 +27,7 @@ WEIGHTS: dict[str, dict[Any, int]] = {
     "loss_head": {True: 2, False: 1},
     "keep_logits": {True: 1, False: 3},
     "drop_padding": {False: 2, True: 1},
-    "programs": {False: 1, True: 1},
+    "plans": {False: 1, True: 1},
     "batch": {1: 2, 2: 1, 3: 2, 5: 1},
     "length": {1: 1, 2: 1, 7: 2, 13: 3, 16: 1, 33: 1},
     "labels": {"some": 5, "none": 1, "empty": 1, "both": 1, "counted": 1},
@@ -81,7 +81,7 @@ class Case:
     loss_head: bool = True
     keep_logits: bool = False
     drop_padding: bool = False
-    programs: bool = False
+    plans: bool = False
     batch: int = 3
     length: int = 13
     labels: str = "some"

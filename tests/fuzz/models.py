@@ -36,7 +36,7 @@ def config_of(case: Case) -> CompressionConfig:
         drop_padding=case.drop_padding,
         loss_head=case.loss_head,
         logits=case.keep_logits,
-        programs=case.programs,
+        plans=case.plans,
     )
 
 

@@ -79,13 +79,14 @@ class Pair:
 
 
 def make_pair(subject: Subject) -> Pair:
-    """Both models after one step each, so that objects that are made only once exist already."""
+    """Both models after a step on each batch, so that objects that are made only once exist already."""
     family = BY_NAME[subject.family]
     stock, ours = _model(subject), _model(subject)
     patch_model(ours, subject.config)
     batches = family.make_batch(subject.padding, 0), family.make_batch("none", 1)
     for model in (stock, ours):
-        step(model, batches[0])
+        for batch in batches:
+            step(model, batch)
     return Pair(subject, ours, stock, *batches)
 
 

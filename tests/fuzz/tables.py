@@ -1,6 +1,6 @@
 """Tables of cases: what happens between forward and backward, and hooks, over 12 families and three presets.
 
-What the tables do not name (programs, dropout, attention, checkpointing, adapters) is taken from a hash of the case's
+What the tables do not name (plans, dropout, attention, checkpointing, adapters) is taken from a hash of the case's
 name: every value comes up in many rows, and a row is the same every day.
 """
 
@@ -22,7 +22,7 @@ FAMILIES = (
 )  # fmt: skip
 PRESETS = ("exact", "int8", "long")
 OTHERS: dict[str, tuple[Any, ...]] = {
-    "programs": (True, False),
+    "plans": (True, False),
     "dropout": (0.1, 0.0),
     "attention": ("sdpa", "sdpa", "eager"),
     "checkpointing": ("none", "none", "none", "non-reentrant", "reentrant"),

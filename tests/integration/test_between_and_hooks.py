@@ -39,11 +39,11 @@ def test_hooks(name: str) -> None:
     _assert_as_stock(HOOK_CASES[name])
 
 
-@pytest.mark.parametrize("programs", [True, False])
+@pytest.mark.parametrize("plans", [True, False])
 @pytest.mark.parametrize("preset", ["exact", "int8", "tempo"])
-def test_a_merge_under_autocast(preset: str, programs: bool) -> None:
+def test_a_merge_under_autocast(preset: str, plans: bool) -> None:
     """Stock has kept the casts of weights that ours casts again, so ours has to refuse what merging wrote on them."""
-    _assert_as_stock(Case(mode="autocast", lora="plain", between="merge", preset=preset, programs=programs))
+    _assert_as_stock(Case(mode="autocast", lora="plain", between="merge", preset=preset, plans=plans))
 
 
 @pytest.mark.parametrize("between", BETWEEN)

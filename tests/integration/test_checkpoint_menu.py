@@ -127,8 +127,7 @@ def test_bytes_per_layer(model: Any) -> None:
 
         return patch
 
-    # without programs, because a program without dropout does not keep the generator's state
-    configs = CompressionConfig(programs=False), KEPT
+    configs = CompressionConfig(), KEPT
     plain, kept = (slope(model, prepare=prepare(config), length=128).kept for config in configs)
     assert kept - plain == pytest.approx(2 + 4 / 64, abs=0.01)
 
@@ -177,7 +176,8 @@ def test_an_estimate_for_cuda_keeps_it_too() -> None:
         for attention in ("recomputed", "kept")
     ]  # fmt: skip
     per_token = 6 * (64 * 2 + 4 * 4)
-    assert kept[1] - kept[0] == pytest.approx(512 * per_token, rel=0.01)
+    # a device's kernel also returns the seed and the offset of its dropout, in a block of 512 bytes each
+    assert kept[1] - kept[0] == pytest.approx(512 * per_token + 6 * 2 * 512, rel=0.001)
 
 
 @pytest.mark.parametrize(
@@ -232,11 +232,11 @@ def test_trls_selective_checkpointing(name: str, config: CompressionConfig, padd
     assert relative_error(ours, oracle) <= EXACT * relative_error(grads, oracle)
 
 
-@pytest.mark.parametrize("programs", [False, True])
+@pytest.mark.parametrize("plans", [False, True])
 @pytest.mark.parametrize("name", ["gpt2-gelu-new", "llama"])
-def test_one_layer_beside_the_cache_that_a_plain_forward_makes(name: str, programs: bool) -> None:
+def test_one_layer_beside_the_cache_that_a_plain_forward_makes(name: str, plans: bool) -> None:
     """GPT-2 passes the cache to its layers as a positional argument, which transformers does not remove."""
-    config, batch = replace(BODY, programs=programs), BY_NAME[name].make_batch()
+    config, batch = replace(BODY, plans=plans), BY_NAME[name].make_batch()
     steps = []
     for checkpoints in ((), ("h.1" if name.startswith("gpt2") else "layers.1",)):
         model = build(BY_NAME[name], "fp32")

@@ -69,7 +69,7 @@ def test_layers_that_are_checkpointed(family: Family) -> None:
     """
     batch = family.make_batch()
     for preset in ("exact", "int8"):
-        model = patch_model(build(family), CompressionConfig.from_preset(preset, programs=False))
+        model = patch_model(build(family), CompressionConfig.from_preset(preset, plans=False))
         model.config.use_cache = False  # or transformers logs, which cannot be traced
         model.gradient_checkpointing_enable()
         assert kept_by(one_graph(model), batch) <= 1.02 * kept_by(model, batch) + 2048

@@ -21,8 +21,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from hf_actcompress import PRESETS, patch_model
 from tests.families import BODY, BY_NAME, Family, Gradients, differing, oracle_step, relative_error
+from tests.layers.pairs import calls
 from tests.oracle import EXACT
-from tests.programs.pairs import calls
 
 RANKS = 2
 
@@ -108,7 +108,7 @@ def _run_case(case: Case, rank: int) -> None:
         if case.checkpointing:
             model.gradient_checkpointing_enable()
     stock, ours = (_gradients(_wrap(model, case), family, rank) for model in models)
-    # layers run as programs, although FSDP2 uses other dtypes than the model had when it was patched
+    # layers run by plans, although FSDP2 uses other dtypes than the model had when it was patched
     assert case.compiled or all(calls(models[1]))
     assert stock.keys() == ours.keys()
     if case.bit_equal:

@@ -25,12 +25,12 @@ def _error(case: Case) -> float:
 
 
 @pytest.mark.daily(4)
-@pytest.mark.parametrize("programs", [True, False])
+@pytest.mark.parametrize("plans", [True, False])
 @pytest.mark.parametrize("between", ["add-hooks", "remove-hooks"])
 @pytest.mark.parametrize("family", ["llama", "bert", "mixtral"])
-def test_hooks_that_come_or_go_before_backward(family: str, between: str, programs: bool) -> None:
+def test_hooks_that_come_or_go_before_backward(family: str, between: str, plans: bool) -> None:
     """Stock computes with the hooks of the backward then, so the truth is stock's without checkpointing."""
-    case = Case(family=family, between=between, programs=programs, checkpointing="non-reentrant", place="norm").tidy()
+    case = Case(family=family, between=between, plans=plans, checkpointing="non-reentrant", place="norm").tidy()
     assert _error(case) < 1e-5
 
 
@@ -60,4 +60,4 @@ def test_a_write_on_what_another_adapter_has_read(
 @pytest.mark.parametrize("family", ["gpt2-gelu-new", "bert"])
 def test_a_program_that_runs_again_has_the_dropout_of_its_first_run(family: str) -> None:
     changed: dict[str, Any] = {"checkpointing": "non-reentrant", "between": "dropout-rate", "dropout": 0.1}
-    assert _error(Case(family=family, programs=True, **changed)) < 1e-5
+    assert _error(Case(family=family, plans=True, **changed)) < 1e-5

@@ -63,16 +63,16 @@ def test_all_linear(name: str, order: str, lora_dropout: float) -> None:
 
 @pytest.mark.parametrize("lora_dropout", [0.0, 0.05])
 def test_adapters_of_the_first_layer(lora_dropout: float) -> None:
-    """The first layer's input needs no gradient, because the embedding is frozen. Even so, q, k and v share it."""
+    """The first layer's input needs no gradient, because the embedding is frozen. Even so, what q, k and v read is made
+    again of it in backward."""
     ours, _ = _both("llama", lora_dropout=lora_dropout)
     report = memory_report(ours, BY_NAME["llama"].make_batch("none"))
     kept = {row.module: row.patched_tensors for row in report.rows}
-    # the input is kept as a matrix [tokens, features], as products read it
-    shared = ["bfloat16[39, 32]"]
     # the masks are kept, because they are smaller than the generator's state
-    states = ["bool[39, 32]"] if lora_dropout else []
-    adapters = [f"base_model.model.model.layers.0.self_attn.{p}_proj.lora_A.default" for p in "qkv"]
-    assert [sorted(kept.get(name, ())) for name in adapters] == [shared + states, states, states]
+    masks = ["bool[3, 13, 32]"] if lora_dropout else []
+    projections = [f"base_model.model.model.layers.0.self_attn.{p}_proj" for p in "qkv"]
+    assert [kept.get(f"{name}.lora_A.default", ()) for name in projections] == [()] * 3
+    assert [list(kept.get(f"{name}.lora_dropout.default", ())) for name in projections] == [masks] * 3
 
 
 @orders

@@ -16,8 +16,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from hf_actcompress import CompressionConfig, patch_model
 from hf_actcompress.modules.base import PatchedModule
 from tests.families import BODY, BY_NAME, Family
-from tests.programs.pairs import NAMES as PROGRAMS
-from tests.programs.pairs import calls
+from tests.layers.pairs import NAMES as PLANS
+from tests.layers.pairs import calls
 
 three = pytest.mark.parametrize(
     "family", [BY_NAME[n] for n in ("bert", "gpt2-gelu-tanh", "llama")], ids=lambda f: f.name
@@ -91,8 +91,8 @@ def test_training_and_evaluation(family: Family, checkpointing: bool, tmp_path: 
 
 
 @pytest.mark.parametrize("how", ["fp32", "autocast", "checkpointed", "lora"])
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_every_layer_runs_as_programs(name: str, how: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", PLANS)
+def test_every_layer_runs_by_plans(name: str, how: str, tmp_path: Path) -> None:
     """They do so in each micro-step, with all arguments that the Trainer passes on."""
     family = BY_NAME[name]
     model = family.build(dropout=0.1)

@@ -21,8 +21,8 @@ from torch.profiler import ProfilerActivity, profile
 from hf_actcompress import PRESETS, CompressionConfig, patch_model
 from hf_actcompress.memory.measurement.allocator import allocator_events, collected
 from hf_actcompress.models import rows_left_out
+from tests.layers.pairs import calls
 from tests.oracle import held_bytes
-from tests.programs.pairs import calls
 
 datasets = pytest.importorskip("datasets")
 peft = pytest.importorskip("peft")

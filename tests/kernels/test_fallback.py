@@ -8,17 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from hf_actcompress import dispatch
 from hf_actcompress.dispatch import implementation, use
 from hf_actcompress.kernels import fallback
-from hf_actcompress.programs import emit, schedule, whole
 from hf_actcompress.reference.table import FUNCTIONS
-from tests.families import BY_NAME, step
 from tests.kernels.harness import present, samples
 from tests.oracle import assert_equal_bits
-from tests.programs.pairs import calls, pair
 
 # some tests launch a kernel on tensors of the CPU
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are compiled for the GPU")
@@ -135,30 +131,3 @@ def test_a_lost_device_is_one_that_raises_when_waited_for(monkeypatch: pytest.Mo
     assert fallback._is_lost(cuda) and not fallback._is_lost(CPU)
     capturing = True
     assert not fallback._is_lost(cuda)
-
-
-def test_programs_that_hold_the_kernel_go_on(
-    failing: _Failing, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A program finds its functions when it is made. After a failure its gradients are still stock's, as before."""
-
-    def accelerated(name: str, x: Tensor, row: str | None = None) -> Any:
-        return found() if name == NAME else implementation(name, x, row)
-
-    # a program is proved against the leaves, which run the reference here
-    failing.kernel = FUNCTIONS[NAME]
-    monkeypatch.setattr(emit, "implementation", accelerated)
-    # layers of one kind share their programs, also between models, so the caches are emptied
-    monkeypatch.setattr(schedule, "_schedules", {})
-    monkeypatch.setattr(whole, "_wholes", {})
-    leaves, programs = pair("llama")
-    batch = BY_NAME["llama"].make_batch()
-    step(programs, batch)
-    ran, launches = calls(programs), failing.calls
-    failing.error = RuntimeError("ptxas failed")
-    with caplog.at_level(logging.WARNING, logger="hf_actcompress"):
-        loss, grads = step(programs, batch)
-    stock_loss, stock = step(leaves, batch)
-    assert calls(programs) == [2 * count for count in ran] and all(ran)
-    assert failing.calls == launches + 1 and len(caplog.records) == 1
-    assert torch.equal(loss, stock_loss) and all(torch.equal(x, stock[name]) for name, x in grads.items())

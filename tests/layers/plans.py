@@ -11,24 +11,23 @@ from torch import nn
 
 from hf_actcompress import CompressionConfig, patch_model
 from hf_actcompress.config import PRESETS
-from hf_actcompress.layers import PlannedLayer
+from hf_actcompress.layers import LayerSettings, PlannedLayer
 from hf_actcompress.modules.base import settings_of
-from hf_actcompress.programs import LayerSettings
 from tests.families import Batch, step
 
 # the head is stock's, so that every gradient can have stock's bits
-PLANS = CompressionConfig(engine="plans", loss_head=False)
+PLANS = CompressionConfig(loss_head=False)
 
 
 def by_plans(preset: str) -> CompressionConfig:
     """A preset with stock's head, whose layers run by plans."""
-    return replace(PRESETS[preset], engine="plans", loss_head=False)
+    return replace(PRESETS[preset], loss_head=False)
 
 
 def plans_of(model: nn.Module) -> list[PlannedLayer]:
     """The plans of each layer."""
     found = [settings_of(module) for module in model.modules()]
-    return [settings.programs for settings in found if isinstance(settings, LayerSettings)]
+    return [settings.plans for settings in found if isinstance(settings, LayerSettings)]
 
 
 def assert_all_ran(model: nn.Module) -> None:

@@ -193,15 +193,12 @@ def test_objects_are_alike_by_their_attributes(traces: list[str]) -> None:
     assert traces == ["Processed"] * 3
 
 
-def test_layers_of_transformers_without_a_program() -> None:
+def test_layers_of_transformers_run_by_plans_like_blocks() -> None:
     sizes = {"hidden_size": 32, "n_layer": 1, "n_head": 4, "vocab_size": 64}
-    for engine, kind in (("auto", "plan"), ("plans", "plan"), ("programs", "module by module")):
-        bloom = patch_model(BloomForCausalLM(BloomConfig(**sizes)), CompressionConfig(engine=engine))
-        assert [row.kind for row in patch_report(bloom).rows if row.role == "layer"] == [kind]
-        assert len(plans_of(bloom)) == (kind == "plan")
-    llama = LlamaConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4, vocab_size=64)
-    report = patch_report(patch_model(LlamaForCausalLM(llama)))
-    assert [row.kind for row in report.rows if row.role == "layer"] == ["program"]
+    bloom = patch_model(BloomForCausalLM(BloomConfig(**sizes)))
+    assert [row.kind for row in patch_report(bloom).rows if row.role == "layer"] == ["plan"]
+    leaves = patch_model(BloomForCausalLM(BloomConfig(**sizes)), CompressionConfig(plans=False))
+    assert not plans_of(leaves) and not [row for row in patch_report(leaves).rows if row.role == "layer"]
 
 
 def test_what_no_plan_does_goes_module_by_module() -> None:
@@ -222,7 +219,7 @@ def test_code_that_compares_the_name_of_its_attention() -> None:
     torch.manual_seed(0)
     stock = AXK2ForCausalLM(tiny_config("axk2", dropout=0.0)).train()
     stock.gradient_checkpointing_enable({"use_reentrant": False})
-    ours = patch_model(copy.deepcopy(stock), CompressionConfig(engine="plans"))
+    ours = patch_model(copy.deepcopy(stock), CompressionConfig())
     ids = torch.randint(3, 60, (2, 13))
     expected = stock(input_ids=ids).logits
     assert torch.equal(ours(input_ids=ids).logits, expected)
@@ -269,9 +266,8 @@ def test_blocks_that_no_module_is() -> None:
     for wrong in ("first", (7,), (int,)):
         with pytest.raises(UnknownOptionError, match="names of modules"):
             CompressionConfig(blocks=wrong)  # type: ignore[arg-type]
-    for off in ({"engine": "programs"}, {"programs": False}):
-        with pytest.raises(UnknownOptionError, match="with blocks"):
-            CompressionConfig(blocks=("first",), **off)  # type: ignore[arg-type]
+    with pytest.raises(UnknownOptionError, match="with blocks"):
+        CompressionConfig(blocks=("first",), plans=False)
 
 
 class Drawing(nn.Module):

@@ -10,14 +10,12 @@ import pytest
 import torch
 from torch import nn
 
-from hf_actcompress import CompressionConfig, patch_model, unpatch_model
-from hf_actcompress.errors import UnknownOptionError
-from hf_actcompress.layers import show
+from hf_actcompress import patch_model, unpatch_model
+from hf_actcompress.layers import show, stages
 from hf_actcompress.layers.backward import BackwardCode
 from hf_actcompress.layers.numbers import Number
 from hf_actcompress.layers.plan import LayerPlan
 from hf_actcompress.modules.base import settings_of
-from hf_actcompress.programs import stages
 from tests.families import BY_NAME, differing, mode_of, step
 from tests.layers.plans import PLANS, assert_all_ran, assert_stock_bits, by_plans, plans_of
 from tests.oracle import kept_bytes
@@ -193,11 +191,6 @@ def test_show_names_what_crosses() -> None:
     assert re.search(r"mm_4 +made +float32 +\[39, 56\] +for mlp", text)
     with pytest.raises(TypeError, match="LlamaModel"):
         show(ours.model)
-
-
-def test_an_unknown_engine_is_named() -> None:
-    with pytest.raises(UnknownOptionError, match="programs"):
-        CompressionConfig(engine="graphs")
 
 
 @pytest.mark.parametrize("name", ["llama", "t5", "gpt2-gelu-new"])

@@ -14,7 +14,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from hf_actcompress import patch_model
-from tests.slopes import VOCAB, bert, gpt2, llama, slope
+from tests.slopes import BATCH, VOCAB, bert, gpt2, llama, slope
 
 pytestmark = pytest.mark.daily(2)
 
@@ -87,7 +87,7 @@ def test_patched_models_keep_the_floor(model, dtype, prepare, limit):
 
 
 @pytest.mark.parametrize(
-    ("model", "hidden", "figure"), [("bert", 768, 20.09), ("gpt2-new", 768, 20.09), ("llama", 1024, 23.07)]
+    ("model", "hidden", "figure"), [("bert", 768, 20.075), ("gpt2-new", 768, 20.075), ("llama", 1024, 23.07)]
 )
 def test_the_floor_at_full_size(model, hidden, figure):
     assert kept(model, BF16, patch_model, hidden=hidden) == pytest.approx(figure, abs=0.01)
@@ -148,5 +148,10 @@ def checkpointed(model: Any, order: str) -> Any:
 @pytest.mark.parametrize("model", ["bert", "gpt2-new", "llama"])
 def test_under_gradient_checkpointing_a_layer_keeps_its_input(model, order):
     build = partial(BUILDS[model], hidden=256)
-    # a layer keeps its bf16 input, 2 h, and the RNG state of 5,056 bytes, 0.02 h at this size
-    assert slope(build, prepare=partial(checkpointed, order=order)).kept == pytest.approx(2.0, abs=0.03)
+    # a layer keeps its bf16 input, 2 h, and the generator's state, 0.02 h at this size: stock once, BERT and GPT-2 by
+    # plans for each of two dropouts, Llama by plans never
+    states = 1 if order == "stock" else 0 if model == "llama" else 2
+    share = torch.get_rng_state().numel() / (BATCH * 512 * 256)
+    assert slope(build, prepare=partial(checkpointed, order=order)).kept == pytest.approx(
+        2.0 + states * share, abs=0.005
+    )

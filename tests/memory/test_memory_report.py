@@ -70,7 +70,7 @@ def test_rows_name_the_module_and_the_role():
     assert norm.role == "norm"
     # stock: x in fp32, the normalised x in bf16, rstd; ours: x in bf16 and rstd
     assert (norm.stock_bytes, norm.patched_bytes) == (6 * 2 * LENGTH * 128 + 4 * 2 * LENGTH, (2 * 128 + 4) * 2 * LENGTH)
-    assert norm.patched_tensors == (f"bfloat16[2, {LENGTH}, 128]", f"float32[{2 * LENGTH}, 1]")
+    assert norm.patched_tensors == (f"bfloat16[2, {LENGTH}, 128]", f"float32[2, {LENGTH}, 1]")
     assert rows["model.layers.0.self_attn"].role == "attention"
     down = rows["model.layers.0.mlp.down_proj"]
     assert (down.role, down.stock_bytes, down.patched_bytes) == ("linear", 2 * 2 * LENGTH * 448, 0)
@@ -234,7 +234,7 @@ def test_advice_on_functional_dropout():
     model = hf.OPTForCausalLM(hf.OPTConfig(**options, dropout=0.1)).to(torch.bfloat16).train()
     # two in each layer; a CPU keeps the mask in the dtype of the activation
     assert advice(model)["function"] >= 2 * 2 * (2 * LENGTH * 128)
-    leaves = CompressionConfig(programs=False)
+    leaves = CompressionConfig(plans=False)
     assert advice(patch_model(model, replace(leaves, net=False)))["function"] >= 2 * 2 * (2 * LENGTH * 128)
     assert "function" not in advice(patch_model(model, leaves)), "the net keeps bits"
     assert "function" not in advice(patch_model(model)), "a program draws the mask again"

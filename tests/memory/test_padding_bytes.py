@@ -36,7 +36,7 @@ def padded_batch(share: float) -> dict[str, Tensor]:
 @lru_cache
 def kept(name: str, codec: str, share: float, drop: bool) -> float:
     def prepare(model: Any) -> Any:
-        return patch_model(model, CompressionConfig(drop_padding=drop, **CODECS[codec]))
+        return patch_model(model, CompressionConfig(drop_padding=drop, plans=False, **CODECS[codec]))
 
     return slope(partial(BUILDS[name], hidden=HIDDEN), prepare=prepare, batch=padded_batch(share), length=LENGTH).kept
 

@@ -117,7 +117,7 @@ def test_rows_of_a_mask_are_stocks(family: Family, given: str, small: list[int])
 WAYS: dict[str, Any] = {
     "checkpointed": CompressionConfig(checkpoint="every:1"),
     "attention kept": CompressionConfig(checkpoint="every:1", checkpoint_attention="kept"),
-    "leaf by leaf": CompressionConfig(programs=False),
+    "leaf by leaf": CompressionConfig(plans=False),
     "long": "long",
     "int8": "int8",
 }

@@ -48,7 +48,7 @@ def test_decorators_of_a_forward_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ops, "rope", lambda *args: (rotated.append(args), function(*args))[1])
     forward = counted(modeling_llama.LlamaAttention.forward, decorated)
     kind = type("Decorated", (modeling_llama.LlamaAttention,), {"forward": forward})
-    config = CompressionConfig(programs=False)
+    config = CompressionConfig(plans=False)
     model, batch = BY_NAME["llama"].build(), BY_NAME["llama"].make_batch()
     expected = step(patch_model(copy.deepcopy(model), config), batch)
     rotated.clear()

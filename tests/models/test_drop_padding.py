@@ -49,10 +49,10 @@ def batch_of(family: Family, padding: str = "right", seed: int = 0) -> dict[str,
 
 
 def both(model: Any, batch: dict[str, Any], mode: str = "fp32", **options: Any) -> list[tuple[Tensor, Any]]:
-    """Loss and gradients of a patched model with and without dropping."""
+    """Loss and gradients of a patched model with and without dropping. Layers that drop rows run module by module."""
     results = []
     for drop in (False, True):
-        config = CompressionConfig(drop_padding=drop, **options)
+        config = CompressionConfig(drop_padding=drop, **{"plans": False, **options})
         results.append(step(patch_model(model, config), batch, mode))
     return results
 
@@ -150,7 +150,7 @@ def test_accumulation_over_batches_of_different_padding(family):
     """This includes two forwards whose backwards run in reverse order."""
     sums = []
     for drop in (False, True):
-        model = patch_model(build(family, "fp32", dropout=0.1), CompressionConfig(drop_padding=drop))
+        model = patch_model(build(family, "fp32", dropout=0.1), CompressionConfig(drop_padding=drop, plans=False))
         for seed, padding in enumerate(("right", "none", "left", "right")):
             torch.manual_seed(seed)
             model(**batch_of(family, padding, seed)).loss.backward()
@@ -207,12 +207,12 @@ def test_encoder_decoders_are_left_alone():
     family = BY_NAME["t5"]
     batch = family.make_batch("right")
     model = family.build(dropout=0.1)
-    # both runs are without programs, which add the gradients of the encoder's output in another order
-    assert_same(both(model, batch, programs=False))
+    # both runs are without plans, which add the gradients of the encoder's output in another order
+    assert_same(both(model, batch, plans=False))
     kept = [
         kept_bytes(lambda: model(**batch), "cpu")
         for drop in (False, True)
-        if patch_model(model, CompressionConfig(drop_padding=drop, programs=False))
+        if patch_model(model, CompressionConfig(drop_padding=drop, plans=False))
     ]
     assert kept[0] == kept[1]
     reasons = [row.reason for row in patch_report(model).left_alone if row.role == "padding"]

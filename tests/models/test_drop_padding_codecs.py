@@ -40,8 +40,6 @@ def test_with_codecs_and_variants(family, name):
     model = family.build(dropout=0.1, attn_implementation=attention)
     options = {field: getattr(CODED[name], field) for field in inspect.signature(CompressionConfig).parameters}
     del options["drop_padding"]
-    # plans do not run under it, and pack q, k and v of one product together
-    options["engine"] = "programs"
     (loss, grads), (dropped_loss, dropped) = both(model, batch_of(family), **options)
     assert torch.equal(loss, dropped_loss)
     assert relative_error(dropped, {name: x.double() for name, x in grads.items()}) < torch.finfo(torch.float32).eps

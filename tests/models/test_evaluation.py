@@ -88,7 +88,7 @@ def test_loss_and_logits_are_stocks(name: str, mode: str, logits: bool) -> None:
     model = HEADS[name]().to(torch.bfloat16 if mode == "bf16" else torch.float32)
     batch = _batch()
     expected = _evaluated(model, batch, mode)
-    patch_model(model, CompressionConfig(logits=logits, programs=False))
+    patch_model(model, CompressionConfig(logits=logits, plans=False))
     found = _evaluated(model, batch, mode)
     assert isinstance(found.logits, ops.DeferredLogits) != logits
     if logits:

@@ -179,8 +179,8 @@ def test_report_covers_the_model(family: Family) -> None:
     # RoBERTa's head calls a function for its activation
     own_calls = {"roberta": {"RobertaLMHead"}}
     assert {row.module for row in report.left_alone if row.role == "functions"} == own_calls.get(family.name, set())
-    # OPT's layers call the dropout function, which is part of their programs
-    leaves = patch_report(patch_model(model, CompressionConfig(programs=False)))
+    # OPT's layers call the dropout function, which is part of their plans
+    leaves = patch_report(patch_model(model, CompressionConfig(plans=False)))
     own_calls["opt"] = {"OPTDecoderLayer"}
     assert {row.module for row in leaves.left_alone if row.role == "functions"} == own_calls.get(family.name, set())
     # T5's layers run leaf by leaf because their attention takes a bias

@@ -18,8 +18,8 @@ from hf_actcompress import CompressionConfig, kept_bytes, memory_report, patch_m
 from hf_actcompress.reference import packed_sdpa
 from hf_actcompress.reference.sequences import Band, Sequences, sequences_of
 from tests.families import BODY, BY_NAME, Batch, build, differing, relative_error, step
+from tests.layers.pairs import LEAVES, PLANS, assert_same, calls
 from tests.models.test_packed import GEMMA3, packed, rows, watched_step
-from tests.programs.pairs import LEAVES, PROGRAMS, assert_same, calls
 
 NAME = "flash_attention_2"
 
@@ -87,41 +87,41 @@ def test_gradients_are_stocks(family: Any, given: str, config: Any, kernel: list
 
 @pytest.mark.parametrize("given", ["nothing", "packed"])
 @pytest.mark.parametrize("name", ["llama", "qwen3", "phi3", "bert", "gpt2-gelu-tanh", "opt", "modernbert"])
-def test_layers_are_programs_around_it(name: str, given: str) -> None:
-    """The kernel gets what stock gives it, also for packed rows. Bits and kept bytes are those of the leaf path.
+def test_layers_run_by_plans_around_it(name: str, given: str) -> None:
+    """The kernel gets what stock gives it, also for packed rows. Bits are stock's.
 
-    Bytes are compared without the net, because in the leaf path the net also sees how Qwen3's keys follow from a norm's
-    output.
+    No more bytes are kept than module by module. They are compared without the net, because there the net also sees how
+    Qwen3's keys follow from a norm's output.
     """
     family = BY_NAME[name]
     if given == "packed" and name not in ("llama", "qwen3", "phi3"):
         pytest.skip("a model without packed rows")
     stock = with_kernel(family, "fp32")
     batch = family.make_batch("none") if given == "nothing" else batch_of(given)
-    leaves, programs = (patch_model(copy.deepcopy(stock), options) for options in (LEAVES, PROGRAMS))
-    assert_same(programs, leaves, batch)
-    assert calls(programs) == [1, 1] and torch.equal(step(programs, batch)[0], step(stock, batch)[0])
-    bare = [patch_model(copy.deepcopy(stock), replace(options, net=False)) for options in (LEAVES, PROGRAMS)]
-    kept = [kept_bytes(lambda model=model: model(**batch), "cpu") for model in (*bare, programs)]
+    plans = patch_model(copy.deepcopy(stock), PLANS)
+    assert_same(plans, stock, batch)
+    assert calls(plans) == [1, 1]
+    bare = [patch_model(copy.deepcopy(stock), replace(options, net=False)) for options in (LEAVES, PLANS)]
+    kept = [kept_bytes(lambda model=model: model(**batch), "cpu") for model in (*bare, plans)]
     assert calls(bare[1]) == [1, 1] and kept[2] <= kept[1] <= kept[0]
 
 
 def test_a_report_gives_its_bytes_to_the_attention() -> None:
     batch = BY_NAME["llama"].make_batch("none")
     of = {}
-    for options in (LEAVES, PROGRAMS):
+    for options in (LEAVES, PLANS):
         report = memory_report(patch_model(with_kernel(BY_NAME["llama"], "fp32"), options), batch)
         of[options] = sum(row.patched_bytes for row in report.rows if row.module.endswith("self_attn"))
-    assert of[PROGRAMS] == of[LEAVES] > 0
+    assert of[PLANS] == of[LEAVES] > 0
 
 
 def test_it_may_look_at_rows_that_are_left_out() -> None:
-    leaves, programs = (
+    leaves, plans = (
         patch_model(with_kernel(BY_NAME["llama"], "fp32"), replace(options, drop_padding=True))
-        for options in (LEAVES, PROGRAMS)
+        for options in (LEAVES, PLANS)
     )
-    assert_same(programs, leaves, batch_of("padding"))
-    assert calls(programs) == [0, 0]
+    assert_same(plans, leaves, batch_of("padding"))
+    assert calls(plans) == [0, 0]
 
 
 def test_in_bf16_bits_are_stocks() -> None:

@@ -137,7 +137,7 @@ def test_which_calls_go_in_segments(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_peak_of_a_checkpointed_layer() -> None:
     """In bytes per token and channel. Stock's peak includes what the rule computes for all tokens at once."""
     peaks = []
-    for config in (None, CompressionConfig(engine="programs"), CONFIG):
+    for config in (None, CompressionConfig(plans=False), CONFIG):
         model = build(layers=1)
         model.gradient_checkpointing_enable({"use_reentrant": False})
         if config is not None:

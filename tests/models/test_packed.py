@@ -137,7 +137,7 @@ WAYS: dict[str, tuple[Callable[[Any], Any], Any, float]] = {
     "checkpointed_reentrant": (lambda model: checkpointed(model, True), "exact", 1e-5),
     "lora": (with_lora, "exact", 1e-5),
     "frozen_below": (frozen_below, "exact", 1e-5),
-    "programs": (lambda model: model, CompressionConfig(programs=True), 1e-5),
+    "plans": (lambda model: model, CompressionConfig(plans=True), 1e-5),
     "recomputed": (lambda model: model, CompressionConfig(attention_variant="recomputed"), 1e-5),
     "int8": (lambda model: model, "int8", 0.01),
 }
@@ -155,8 +155,8 @@ def test_in_every_way_to_train(way: str, stock_masks: list[int]) -> None:
     _, grads = step(ours, batch)
     assert not stock_masks
     assert relative_error(grads, {name: grad.double() for name, grad in expected.items()}) < tolerance
-    if way == "programs":
-        assert ours.model.layers[0].actcompress.programs.calls == 1
+    if way == "plans":
+        assert ours.model.layers[0].actcompress.plans.calls == 1
 
 
 T = sum(LENGTHS)

@@ -23,8 +23,8 @@ from hf_actcompress.models import rope
 from tests.families import BODY as EXACT_BODY
 from tests.families import BY_NAME, MODES, build, differing, mode_of, step
 
-# programs do not call this op
-BODY = replace(EXACT_BODY, programs=False)
+# plans do not call this op
+BODY = replace(EXACT_BODY, plans=False)
 LLAMAS = ("llama", "mistral", "qwen2", "qwen3", "gemma")
 TEMPO = CompressionConfig(attention_variant="tempo", loss_head=False)
 LAYERS = 2
@@ -240,7 +240,7 @@ def exchanged(name: str, value: Any, home: Any = modeling_llama) -> Iterator[Non
         setattr(home, name, before)
 
 
-@pytest.mark.parametrize("config", [BODY, EXACT_BODY], ids=["leaf by leaf", "programs"])
+@pytest.mark.parametrize("config", [BODY, EXACT_BODY], ids=["leaf by leaf", "plans"])
 def test_what_others_put_in_its_place_later_runs(calls: Calls, config: CompressionConfig) -> None:
     model, batch = patch_model(BY_NAME["llama"].build(), config), BY_NAME["llama"].make_batch()
     calls.clear()
@@ -250,7 +250,7 @@ def test_what_others_put_in_its_place_later_runs(calls: Calls, config: Compressi
         step(model, batch)
     assert not calls
     step(model, batch)
-    assert len(calls) == (0 if config.programs else LAYERS)
+    assert len(calls) == (0 if config.plans else LAYERS)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

@@ -32,7 +32,7 @@ def test_same_bits_and_less_is_kept(name: str, mode: str, monkeypatch: pytest.Mo
     pair = Pair(name, CLASSES[name], "tokens")
     model = Subject(pair, {}).build()
     batch = with_labels(model, find_batch(model, name, "tokens"), "tokens")
-    model = patch_model(model.to(torch.bfloat16) if mode == "bf16" else model, replace(BODY, programs=False))
+    model = patch_model(model.to(torch.bfloat16) if mode == "bf16" else model, replace(BODY, plans=False))
 
     def kept() -> int:
         return kept_bytes(lambda: model(**batch).loss)

@@ -102,7 +102,7 @@ def test_the_code_between_products_runs_again(name: str) -> None:
     build, module, share = CASES[name]
     more = inputs_of(stock := made(build))
     # by plans, what does not run again keeps less than it does here
-    configs = (CompressionConfig(selective=on, engine="programs") for on in (True, False))
+    configs = (CompressionConfig(selective=on) for on in (True, False))
     ours, off = (patch_model(copy.deepcopy(stock), config) for config in configs)
     assert_equal_bits(gradients(ours, **more), gradients(off, **more))
     assert module in selected(ours)
@@ -148,7 +148,7 @@ def test_adapters(dropout: float) -> None:
             if "lora_B" in name:
                 p.data = torch.linspace(-0.1, 0.1, p.numel()).view(p.shape)
         if how != "stock":
-            patch_model(model, CompressionConfig(selective=how == "on", loss_head=False, engine="programs"))
+            patch_model(model, CompressionConfig(selective=how == "on", loss_head=False))
         results.append(gradients(model))
         kept[how] = kept_bytes(lambda model=model: model(input_ids=IDS).logits, "cpu")
     assert_equal_bits(results[2], results[1])

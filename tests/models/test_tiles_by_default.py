@@ -11,10 +11,10 @@ import transformers as hf
 from torch import Tensor, nn
 
 from hf_actcompress import CompressionConfig, estimate, patch_model
+from hf_actcompress.layers.site import PlannedLayerMixin
 from hf_actcompress.memory.measurement.allocator import allocator_trace
 from hf_actcompress.modules import tiled as tiled_mlps
 from hf_actcompress.ops import _tiled as ops_tiled
-from hf_actcompress.programs.layer import ProgramLayerMixin
 from hf_actcompress.reference import tiles
 from tests.models.test_tiled_mlps import Products, checkpointed, gradients, llama, some_rows, with_lora
 from tests.oracle import assert_within_law
@@ -33,15 +33,14 @@ def _tiles_that_run(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return seen
 
 
-@pytest.mark.parametrize("engine", ["programs", "plans"])
 @pytest.mark.parametrize("build", [llama, lambda **o: with_lora(llama(**o))], ids=["full", "lora"])
 def test_checkpointed_layers_with_many_rows_go_in_tiles_without_being_asked(
-    build: Callable[..., nn.Module], engine: str, monkeypatch: pytest.MonkeyPatch
+    build: Callable[..., nn.Module], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Their gradients err as stock's, no product is computed more often, and fewer rows run as they did."""
     monkeypatch.setattr(tiled_mlps, "LEAST_ROWS", 64)
     seen = _tiles_that_run(monkeypatch)
-    config = CompressionConfig(engine=engine)
+    config = CompressionConfig()
 
     def run(config: CompressionConfig | None, dtype: torch.dtype, rows: int) -> list[Tensor]:
         model = build(dtype=torch.bfloat16).to(dtype)
@@ -80,7 +79,7 @@ def test_the_default_peak_of_a_checkpointed_layer_at_full_size(monkeypatch: pyte
     )  # fmt: skip
     ids, peaks, said = torch.randint(0, 64, (32, 512)), [], []
     for rows in (0, "checkpointed"):
-        asked = CompressionConfig(tiled_mlp=rows)
+        asked = CompressionConfig(tiled_mlp=rows, plans=False)
         torch.manual_seed(0)
         model = checkpointed(patch_model(hf.LlamaForCausalLM(config).to(torch.bfloat16).train(), asked))
         for p in model.parameters():
@@ -100,8 +99,8 @@ def test_a_plain_mlp_is_in_tiles_and_its_layer_a_program_otherwise(monkeypatch: 
     model: Any = patch_model(_gpt2(resid_pdrop=0.0))
     ids = torch.randint(0, 64, (2, 20))
     model(input_ids=ids, labels=ids).loss.backward()
-    assert all(isinstance(layer, ProgramLayerMixin) for layer in model.transformer.h)
-    assert not seen and [layer.actcompress.programs.calls for layer in model.transformer.h] == [1, 1]
+    assert all(isinstance(layer, PlannedLayerMixin) for layer in model.transformer.h)
+    assert not seen and [layer.actcompress.plans.calls for layer in model.transformer.h] == [1, 1]
     checkpointed(model)(input_ids=ids, labels=ids).loss.backward()
     assert seen == [20, 20]
 
@@ -117,7 +116,7 @@ def test_an_mlp_with_dropout_stays_whole_and_draws_stocks_masks(monkeypatch: pyt
         losses.append(checkpointed(model)(input_ids=ids, labels=ids).loss)
         losses[-1].backward()
     assert torch.equal(*losses) and not seen
-    assert [layer.actcompress.programs.calls for layer in model.transformer.h] == [1, 1]
+    assert [layer.actcompress.plans.calls for layer in model.transformer.h] == [1, 1]
 
 
 def _gpt2(resid_pdrop: float) -> Any:

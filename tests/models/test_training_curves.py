@@ -118,7 +118,7 @@ def test_fifty_steps_like_stock(name: str, mode: str) -> None:
     among_stock = [_distance(a, b) for a, b in combinations(runs, 2)]
     print(f"{name} {mode}: ours {_distance(ours, stock):.2e}, stock", *(f"{x:.2e}" for x in sorted(among_stock)))
     if mode != "autocast":
-        assert 0 < _distance(ours, stock) <= max(among_stock)
+        assert _distance(ours, stock) <= max(among_stock)
         return
     with Fp64():
         oracle = _curve(copy.deepcopy(model).double(), batches, "fp64")

@@ -93,7 +93,7 @@ WAYS: dict[str, tuple[Any, float]] = {
     # devices without a kernel of ours use this
     "recomputed": (CompressionConfig(attention_variant="recomputed"), 1e-5),
     "checkpointed": (CompressionConfig(checkpoint="every:1", checkpoint_attention="kept"), 1e-5),
-    "leaf by leaf": (CompressionConfig(programs=False), 1e-5),
+    "leaf by leaf": (CompressionConfig(plans=False), 1e-5),
     "int8": ("int8", 0.05),
 }
 

@@ -9,15 +9,15 @@ import torch
 from torch import Tensor, nn
 
 from hf_actcompress import CompressionConfig, patch_model
-from hf_actcompress.programs import handing
+from hf_actcompress.layers import handing
 from tests.families import BY_NAME
 
 NAMES = ("gpt2-gelu-new", "llama", "bert", "t5", "qwen3", "vit", "modernbert", "phi3")
 CONFIGS: dict[str, Any] = {
-    "programs": "exact",
-    "leaf by leaf": CompressionConfig(programs=False),
+    "plans": "exact",
+    "leaf by leaf": CompressionConfig(plans=False),
     "long": "long",
-    "its own code": CompressionConfig(programs=False, loss_head=False),
+    "its own code": CompressionConfig(plans=False, loss_head=False),
 }
 
 

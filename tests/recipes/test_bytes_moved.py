@@ -119,9 +119,12 @@ def test_models_move_no_more_than_is_committed(model: str) -> None:
 
 
 def test_what_is_committed_is_within_the_limits() -> None:
-    """Limits are shares of stock's bytes. Patched models move more where they rebuild what is one kernel in torch."""
+    """Limits are shares of stock's bytes. Patched models move more where they rebuild what is one kernel in torch.
+
+    LayerNorm's backward is torch's, which adds no residual: GPT-2 moves 8 h more than with our kernel for it.
+    """
     rows = json.loads(COMMITTED.read_text())["rows"]
     total = {(row["model"], row["mode"]): row["total"] for row in rows}
     share = {model: total[model, "exact, kernels"] / total[model, "stock"] for model in ("llama", "gpt2", "bert")}
-    assert share["llama"] < 0.35 and share["gpt2"] < 0.3 and share["bert"] < 1.25
+    assert share["llama"] < 0.35 and share["gpt2"] < 0.32 and share["bert"] < 1.25
     assert total["llama", "exact, kernels"] <= 160

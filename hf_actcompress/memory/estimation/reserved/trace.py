@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ..extrapolation import Extrapolated
@@ -89,8 +89,20 @@ def _recorded(step: FakeStep, block: int) -> _Recorded:
                 events.append(-(-sizes[owner] // block) * block)
         intervals.append(range(first, len(events)))
     ahead = len(step.forward)
-    forward, backward = (list(filter(None, part)) for part in (intervals[:ahead], intervals[ahead:-1]))
+    parts = (list(filter(None, part)) for part in (intervals[:ahead], intervals[ahead:-1]))
+    forward, backward = (list(_joined(part, events)) for part in parts)
     return _Recorded(Trace(events, frozenset(gradients)), forward, backward)
+
+
+def _joined(intervals: Sequence[range], events: Sequence[int]) -> Iterator[range]:
+    """The intervals, where one that only frees is joined to the next one: whether there is a mark between the end of a
+    layer and the beginning of the next one does not make two layers differ."""
+    first: int | None = None
+    for i, interval in enumerate(intervals):
+        first = interval.start if first is None else first
+        if i + 1 == len(intervals) or any(events[at] >= 0 for at in interval):
+            yield range(first, interval.stop)
+            first = None
 
 
 def _middle(trace: Trace, intervals: Sequence[range], length: int) -> tuple[int, int] | None:

@@ -1,0 +1,247 @@
+"""Attention that a tracer cannot look into, as one node of a layer's graph: flash, flex and hub kernels, and ours for
+packed rows.
+
+In a trace the node says what shapes come out. When the graph runs, the function itself is called, under autograd: what
+it keeps is kept by its own small graph, which crosses from the layer's forward to its backward (`Ran`). The layer's
+backward runs the backward of that graph.
+
+What the call is given may be other in each call of the layer: tensors are the node's inputs, and masks without memory
+and integers are looked up among the arguments of the layer's call (`OpaqueCall`).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from ..private_apis import FakeTensor, above_autograd
+from ..records import current
+from .autocast import autocast_dtype
+
+_LIBRARY = torch.library.Library("hf_actcompress", "FRAGMENT")  # type: ignore[no-untyped-call]
+_LIBRARY.define("opaque_attention(Tensor[] tensors, int call) -> (Tensor, Tensor)")  # type: ignore[no-untyped-call]
+_LIBRARY.define("opaque_attention_bwd(Tensor ran, Tensor dout, int call) -> Tensor[]")  # type: ignore[no-untyped-call]
+ATTEND = torch.ops.hf_actcompress.opaque_attention.default
+ATTEND_BWD = torch.ops.hf_actcompress.opaque_attention_bwd.default
+# the attribute of a module's copy, in a trace, that says where in the layer the module is
+PATH = "actcompress_path"
+
+
+class Box:
+    """Gradients on their way into the small graph, and out of it, in one backward."""
+
+    __slots__ = ("dout", "grads", "likes")
+
+    def __init__(self, likes: Sequence[tuple[torch.Size, torch.dtype]]) -> None:
+        self.likes = likes
+        self.dout: Tensor | None = None
+        self.grads: Sequence[Tensor | None] = ()
+
+
+class Ran(NamedTuple):
+    """What crosses from forward to backward: the end of the small graph, a tensor without elements, and its box."""
+
+    end: Tensor
+    box: Box
+
+
+class _Enter(torch.autograd.Function):
+    """The tensors that want a gradient, which backward leaves in the box. `start` wants one in their place."""
+
+    @staticmethod
+    def forward(ctx: Any, box: Box, start: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.box = box
+        ctx.set_materialize_grads(False)
+        return tuple(x.detach() for x in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:  # type: ignore[override]
+        ctx.box.grads = grads
+        return (None,) * (2 + len(grads))
+
+
+class _End(torch.autograd.Function):
+    """A tensor without elements, whose backward begins with the gradient in the box. So nothing is kept of `out`."""
+
+    @staticmethod
+    def forward(ctx: Any, box: Box, out: Tensor) -> Tensor:
+        ctx.box = box
+        return out.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> Any:  # type: ignore[override]
+        return None, ctx.box.dout
+
+
+class _Place(NamedTuple):
+    """Stands for an argument: a tensor of the node, or what the layer's call is given at that place."""
+
+    kind: str
+    number: int
+
+
+@dataclass(frozen=True)
+class OpaqueCall:
+    """One call of an attention function in a layer's code.
+
+    Attributes:
+        function: The function.
+        path: The module that it is given, by its name in the layer.
+        leaves, tree: Its other arguments.
+        wanted: Which of its tensors want a gradient.
+        autocast: The device and the dtype of autocast in the forward; None without it.
+        draws: Whether it has dropout.
+    """
+
+    function: Callable[..., Any]
+    path: str
+    leaves: tuple[Any, ...]
+    tree: Any
+    wanted: tuple[bool, ...]
+    autocast: tuple[str, torch.dtype] | None
+    draws: bool
+
+    def of(self, layer: nn.Module, given: dict[str, Sequence[Any]]) -> Callable[[Sequence[Tensor]], tuple[Tensor, Ran]]:
+        """The call in one call of a layer."""
+        module = layer.get_submodule(self.path)
+
+        def run(tensors: Sequence[Tensor]) -> tuple[Tensor, Ran]:
+            with above_autograd(), torch.enable_grad():
+                box = Box([(x.shape, x.dtype) for x, w in zip(tensors, self.wanted, strict=True) if w])
+                start = tensors[0].new_empty(0).requires_grad_()
+                graded = iter(_Enter.apply(box, start, *(x for x, w in zip(tensors, self.wanted, strict=True) if w)))  # type: ignore[no-untyped-call]
+                own = [next(graded) if w else x for x, w in zip(tensors, self.wanted, strict=True)]
+                places = {**given, "tensor": own}
+                leaves = [places[x.kind][x.number] if isinstance(x, _Place) else x for x in self.leaves]
+                args, kwargs = pytree.tree_unflatten(leaves, self.tree)
+                device, dtype = self.autocast or (own[0].device.type, None)
+                within = nullcontext() if current.watcher is None else current.watcher.within(self.path)
+                with within, torch.autocast(device, dtype, enabled=dtype is not None, cache_enabled=False):
+                    out: Tensor = self.function(module, *args, **kwargs)[0]
+                return out.detach(), Ran(_End.apply(box, out), box)  # type: ignore[no-untyped-call]
+
+        return run
+
+
+class _State(threading.local):
+    """Attributes:
+    made: The calls that the trace in progress has found; None outside of a trace.
+    given: What the traced call is given, by kind.
+    running: What the graph that runs calls.
+    likes: Of each call in the trace, its tensors that want a gradient.
+    """
+
+    made: list[OpaqueCall] | None = None
+    given: dict[str, Sequence[Any]] = {}
+    running: Sequence[Callable[[Sequence[Tensor]], tuple[Tensor, Ran]]] = ()
+    likes: dict[int, list[Tensor]] = {}
+
+
+_state = _State()
+
+
+@contextmanager
+def traced_calls(given: dict[str, Sequence[Any]]) -> Iterator[list[OpaqueCall]]:
+    """While a layer is traced: the calls that it makes. `given` is what the layer's call is given, by kind."""
+    before = _state.made, _state.given, _state.likes
+    _state.made, _state.given, _state.likes = [], given, {}
+    try:
+        yield _state.made
+    finally:
+        _state.made, _state.given, _state.likes = before
+
+
+@contextmanager
+def running(calls: Sequence[Callable[[Sequence[Tensor]], tuple[Tensor, Ran]]]) -> Iterator[None]:
+    """While the graph of a layer runs: what its nodes call."""
+    before, _state.running = _state.running, calls
+    try:
+        yield
+    finally:
+        _state.running = before
+
+
+def attention(function: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+    """What an attention function of transformers returns, in a trace: [B, T, H, D] as one node, and no probabilities.
+
+    Args:
+        function: The function. It is called with the module and the other arguments.
+        module: The copy of an attention module.
+        args: Queries, keys and values [B, H, T, D], and whatever else the function takes.
+        kwargs: The same.
+    """
+    assert _state.made is not None, "a layer is traced"
+    leaves, tree = pytree.tree_flatten((args, kwargs))
+    tensors: list[Tensor] = []
+    places = {id(x): _Place(kind, i) for kind, values in _state.given.items() for i, x in enumerate(values)}
+    for i, x in enumerate(leaves):
+        if id(x) in places:
+            leaves[i] = places[id(x)]
+        elif isinstance(x, Tensor):
+            leaves[i] = _Place("tensor", len(tensors))
+            tensors.append(x)
+    dtype = autocast_dtype(tensors[0])
+    autocast = None if dtype is None else (tensors[0].device.type, dtype)
+    wanted = tuple(x.requires_grad for x in tensors)
+    call = OpaqueCall(function, vars(module)[PATH], tuple(leaves), tree, wanted, autocast, bool(kwargs.get("dropout")))
+    _state.made.append(call)
+    return _Attention.apply(len(_state.made) - 1, wanted, *tensors), None  # type: ignore[no-untyped-call]
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, number: int, wanted: tuple[bool, ...], *tensors: Tensor) -> Tensor:
+        out, ran = ATTEND(list(tensors), number)
+        ctx.save_for_backward(ran)
+        ctx.number, ctx.wanted = number, wanted
+        return out  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> Any:  # type: ignore[override]
+        found = iter(ATTEND_BWD(*ctx.saved_tensors, dout, ctx.number))
+        return None, None, *(next(found) if wanted else None for wanted in ctx.wanted)
+
+
+@torch.library.register_fake("hf_actcompress::opaque_attention", lib=_LIBRARY)
+def _attend(tensors: list[Tensor], call: int) -> tuple[Tensor, Tensor]:
+    q, v = tensors[0], tensors[2]
+    if _state.made is not None:
+        wanted = _state.made[call].wanted
+        _state.likes[call] = [x for x, w in zip(tensors, wanted, strict=True) if w]
+    out = q.new_empty((q.size(0), q.size(2), q.size(1), v.size(-1)))
+    return out, q.new_empty(1, dtype=torch.uint8)
+
+
+@torch.library.register_fake("hf_actcompress::opaque_attention_bwd", lib=_LIBRARY)
+def _attend_bwd(ran: Tensor, dout: Tensor, call: int) -> list[Tensor]:
+    return [torch.empty_like(x) for x in _state.likes[call]]
+
+
+def attend(tensors: list[Tensor], call: int) -> tuple[Tensor, Ran]:
+    """In a graph that runs: the output, and what crosses to backward."""
+    if isinstance(tensors[0], FakeTensor) and not _state.running:
+        # a plan's code is tried on tensors without data, and without a layer
+        out, _ = _attend(tensors, call)
+        return out, Ran(out.new_empty(0), Box([(x.shape, x.dtype) for x in tensors if x.is_floating_point()]))
+    return _state.running[call](tensors)
+
+
+def attend_bwd(ran: Ran, dout: Tensor, call: int) -> list[Tensor]:
+    """In a graph that runs: the gradients of the tensors that want one."""
+    box = ran.box
+    if not ran.end.requires_grad:
+        return [dout.new_empty(shape, dtype=dtype) for shape, dtype in box.likes]
+    box.dout = dout
+    with above_autograd():
+        # the layer's backward may run again; what is not needed any more is freed with the last reference
+        torch.autograd.backward(ran.end, ran.end.new_empty(0), retain_graph=True)
+    grads, box.grads, box.dout = box.grads, (), None
+    likes = zip(grads, box.likes, strict=True)
+    return [dout.new_zeros(shape, dtype=dtype) if x is None else x for x, (shape, dtype) in likes]

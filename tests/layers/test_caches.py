@@ -1,0 +1,85 @@
+"""Caches of keys and values: known by their type and by what code reads off them, whatever an argument's name is."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from hf_actcompress import CompressionConfig, patch_model, patch_report
+from hf_actcompress.models.arguments import cache_in
+from hf_actcompress.modules.base import stock_type
+from tests.families import BY_NAME, step
+from tests.layers.pairs import LEAVES, PLANS, assert_same, calls, pair, patched
+
+
+def cache_name(layer: Any) -> str:
+    """The argument of a layer that takes the cache. Its name changes with transformers' releases."""
+    names = inspect.signature(stock_type(layer).forward).parameters
+    return next(name for name in names if name in ("past_key_values", "past_key_value", "layer_past", "cache"))
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "qwen3", "gemma", "phi3", "gpt2-gelu-new"])
+def test_layers_run_by_plans_with_the_configs_cache(name: str) -> None:
+    """The models' own defaults: a cache is made and filled in training."""
+    stock, plans = pair(name, use_cache=True)
+    batch = BY_NAME[name].make_batch()
+    assert_same(plans, stock, batch)
+    assert calls(plans) == [1, 1]
+    assert not [row.note for row in patch_report(plans).patched if "module by module" in row.note]
+    assert cache_in(plans(**batch).to_tuple()) is not None
+
+
+def test_nothing_else_is_taken_for_a_cache() -> None:
+    assert cache_in([None, (torch.ones(1),), {"cache": torch.ones(1)}, 3]) is None
+
+
+def called_by_itself(config: CompressionConfig | None, filled: bool) -> tuple[Any, list[Tensor], list[Tensor]]:
+    """A model whose first layer was called, with what that returned and cached, and its gradients."""
+    model = patched(BY_NAME["llama"].build(), config)
+    layer = model.model.layers[0]
+    x = torch.randn(2, 7, 32, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    angles = model.model.rotary_emb(x, torch.arange(7)[None])
+    cache = DynamicCache()
+    if filled:
+        cache.update(torch.ones(2, 2, 3, 8), torch.ones(2, 2, 3, 8), 0)
+    y = layer(x, position_embeddings=angles, attention_mask=None, **{cache_name(layer): cache})
+    y = y[0] if isinstance(y, tuple) else y
+    assert cache.get_seq_length() == (10 if filled else 7)
+    gradients = torch.autograd.grad(y.square().sum(), [x, *layer.parameters()])
+    return model, [y, cache.layers[0].keys, cache.layers[0].values], list(gradients)
+
+
+@pytest.mark.parametrize("filled", [False, True])
+def test_a_layer_that_is_called_by_itself_with_a_cache(filled: bool) -> None:
+    """Under the name of this release: empty, it is filled by a plan; with keys in it, the layer's parts run."""
+    (_, expected, stock), (_, _, leaves), (model, found, gradients) = (
+        called_by_itself(config, filled) for config in (None, LEAVES, PLANS)
+    )
+    assert calls(model)[0] == (not filled)
+    assert all(map(torch.equal, found, expected))
+    assert all(map(torch.equal, gradients, leaves if filled else stock))
+    torch.testing.assert_close(gradients, stock)
+
+
+def test_keys_and_values_in_tuples_are_not_overlooked() -> None:
+    """A layer that is called with the caches of old releases is left to its own code, which refuses them."""
+    model = patch_model(BY_NAME["llama"].build())
+    layer = model.model.layers[0]
+    name = cache_name(layer)
+    x = torch.randn(2, 7, 32).requires_grad_()
+    angles = model.model.rotary_emb(x, torch.arange(7)[None])
+    with pytest.raises(AttributeError):
+        layer(x, position_embeddings=angles, attention_mask=None, **{name: (torch.ones(1), torch.ones(1))})
+    assert calls(model)[0] == 0
+
+
+def test_a_second_step_makes_a_new_cache() -> None:
+    model = patch_model(BY_NAME["llama"].build(use_cache=True))
+    batch = BY_NAME["llama"].make_batch()
+    (first, grads), (second, again) = step(model, batch), step(model, batch)
+    assert torch.equal(first, second) and all(torch.equal(grads[name], x) for name, x in again.items())
