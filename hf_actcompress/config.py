@@ -55,8 +55,8 @@ class CompressionConfig(ConfigFile):
             hidden states, MLP tensors, q, k, v and what attention keeps, through any codec (a codec that pools averages
             real tokens only). Exact if no gradient reaches padding (labels of -100 there, a CLS token, pooling with the
             mask); if one does, backward raises PaddingError. Kept whole: statistics and bits of norms and activations,
-            what gradient checkpointing keeps of layers that do not run by plans, and all tensors of unpatched
-            modules and encoder-decoder models.
+            what gradient checkpointing keeps, and all tensors of unpatched modules and encoder-decoder models. Layers
+            run module by module then.
         share_prompts: Where several sequences of a batch begin with the same tokens, such as the prompt of a group of
             completions (GRPO) or of two answers (DPO), keep the rows of these tokens once: of hidden states, MLP
             tensors, q, k, v and what attention keeps, through any codec that takes rows. For causal models without

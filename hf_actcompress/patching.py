@@ -14,7 +14,7 @@ from torch import nn
 from .compilation import register
 from .config import CUSTOM, CompressionConfig, Configured, preset_of, resolve
 from .errors import NothingPatchedError, UnknownOptionError, UnsupportedModelError
-from .layers import Store, blocks_named, find_plans, keeps_more, units_of
+from .layers import Store, blocks_named, find_plans, units_of
 from .methods.chosen_tokens.model_layers import refuse_choice
 from .models.checkpointing import restore_checkpointing, switch_on
 from .models.probe import answers_kept
@@ -150,13 +150,11 @@ def _install_plans(model: nn.Module, config: CompressionConfig, prefix: str, lay
     """Let blocks, and `layers` of transformers, run by plans, which they make at their first calls."""
     store, names = Store(), {id(module): name for name, module in model.named_modules(prefix=prefix)}
     for layer in units_of(model, layers, config.blocks):
-        if layers and keeps_more(layer):
-            continue
         settings = settings_of(layer)
         kept = settings if isinstance(settings, CheckpointSettings) else None
         if settings is not None and (kept is None or kept.role != Role.CHECKPOINT_INPUT):
             continue
-        found = find_plans(layer, store, config.at(names[id(layer)]), kept)
+        found = find_plans(layer, store, config.at(names[id(layer)]), kept, is_block=not layers)
         if found is not None:
             if kept is not None:
                 unpatch_instance(layer)

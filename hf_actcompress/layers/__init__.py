@@ -33,7 +33,6 @@ __all__ = [
     "Store",
     "blocks_named",
     "find_plans",
-    "keeps_more",
     "left_out",
     "show",
     "units_of",
@@ -46,17 +45,20 @@ def left_out(model: nn.Module, config: CompressionConfig) -> dict[int, str]:
         return {}
     blocks = set(map(id, units_of(model, False, config.blocks)))
     names = {id(module): name for name, module in model.named_modules()}
-    found = {}
-    for unit in units_of(model, True, config.blocks):
-        reason = why_not(unit, _codec_of_others(config.at(names[id(unit)])))
-        if not reason and id(unit) not in blocks and keeps_more(unit):
-            reason = "it needs less memory module by module"
-        if reason:
-            found[id(unit)] = reason
-    return found
+    reasons = {
+        id(unit): _why_left_out(unit, config.at(names[id(unit)]), id(unit) in blocks)
+        for unit in units_of(model, True, config.blocks)
+    }
+    return {unit: reason for unit, reason in reasons.items() if reason}
 
 
-def keeps_more(layer: nn.Module) -> bool:
+def _why_left_out(layer: nn.Module, config: CompressionConfig, is_block: bool) -> str:
+    """Why a layer of transformers or a block runs module by module in all calls; empty if it has plans."""
+    reason = why_not(layer, _codec_of_others(config))
+    return reason or ("it needs less memory module by module" if not is_block and _keeps_more(layer) else "")
+
+
+def _keeps_more(layer: nn.Module) -> bool:
     """Whether a layer needs more memory by plans than module by module: experts, and linear attention in tiles."""
     known = [settings for part in layer.modules() if (settings := settings_of(part)) is not None]
     return any(settings.role == Role.EXPERTS or getattr(settings, "segment", 0) > 0 for settings in known)
@@ -75,18 +77,19 @@ def _attention_codec(layer: nn.Module, config: CompressionConfig) -> Codec:
 
 
 def find_plans(
-    layer: nn.Module, store: Store, config: CompressionConfig, kept: CheckpointSettings | None = None
+    layer: nn.Module, store: Store, config: CompressionConfig, kept: CheckpointSettings | None, is_block: bool
 ) -> Site | None:
-    """The site of a layer that runs by plans; None if its modules keep what no plan keeps.
+    """The site of a layer that runs by plans; None for one that `left_out` names.
 
     Args:
         layer: A layer whose leaves are patched, one of `units_of` its model.
         store: The plans of the model.
         config: The config of the layer.
         kept: What the layer keeps where it is checkpointed; None: its input as it is.
+        is_block: Whether it is a block and no layer of transformers.
     """
     codec, other = _attention_codec(layer, config), _codec_of_others(config)
-    if why_not(layer, other):
+    if _why_left_out(layer, config, is_block):
         return None
     store.note(*kind_of(layer, (codec, other, config.selective)))
     settings = LayerSettings(

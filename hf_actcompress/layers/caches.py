@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.fx import traceback
 from transformers import DynamicCache, EncoderDecoderCache
 
-from ..models.empty_cache import empty_layer, fill
+from ..models.empty_cache import fill
 from .trace import LAID_OUT
 
 # the parts of a decoder's cache that attends to an encoder, too
@@ -82,7 +82,7 @@ class _Flags(dict[Any, bool]):
         self._updates.append((Slot(self._number, "", key, is_flag=True), ()))
 
 
-def recording(cache: Any, number: int, updates: list[tuple[Slot, Any]]) -> Any:
+def stand_in(cache: Any, number: int, updates: list[tuple[Slot, Any]]) -> Any:
     """What stands in the place of a cache while a layer is traced."""
     if type(cache) is not EncoderDecoderCache:
         return RecordingCache(number, "", updates)
@@ -104,5 +104,4 @@ def fill_slots(slots: list[Slot], caches: list[Any], heads: tuple[Tensor, ...]) 
         if slot.is_flag:
             caches[slot.cache].is_updated[slot.index] = True
             continue
-        layer = empty_layer(cache := slot.of(caches), slot.index)
-        fill(cache, None if layer is None else [layer], [next(rest), next(rest)], slot.index)
+        fill(slot.of(caches), next(rest), next(rest), slot.index)

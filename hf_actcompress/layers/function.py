@@ -70,7 +70,9 @@ class PlanFunction(torch.autograd.Function):
         saved_next(kept, plan.places_outside)
         ctx.save_for_backward(*kept)
         ctx.sizes = found[plan.tensors :]
-        ctx.plan, ctx.stages, ctx.heads, ctx.calls = plan, stages, heads, calls
+        ctx.plan, ctx.stages, ctx.heads = plan, stages, heads
+        # only what runs again calls them in backward
+        ctx.calls = calls if plan.checkpointed else ()
         ctx.like = [(y.shape, y.dtype, y.device) for y in outputs] if len(outputs) > 1 else ()
         ctx.set_materialize_grads(False)
         if plan.ungraded:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
@@ -41,6 +41,20 @@ _TRIES = 2
 _WITH_CACHE = 0.25
 
 
+class _Use(NamedTuple):
+    """How one layer runs a plan. It holds as long as the look holds.
+
+    Attributes:
+        way: How it keeps what the plan keeps.
+        slots: Where it puts keys and values in caches.
+        attentions: The modules that the attention functions are given of which no tracer sees the inside.
+    """
+
+    way: Way
+    slots: list[Slot]
+    attentions: list[nn.Module]
+
+
 @dataclass
 class _State:
     """A layer as it was in a call: how it looked, its kind, and where its weights are."""
@@ -54,7 +68,7 @@ class _State:
     adapters: list[nn.Module]
     why_not: str = ""
     last: tuple[Any, Known | None] = (None, None)
-    uses: dict[Any, tuple[Way, list[Slot]]] = field(default_factory=dict)
+    uses: dict[Any, _Use] = field(default_factory=dict)
 
     def looked_at(self, given: CallArguments) -> set[int]:
         """The integers among the arguments, by number, that the layer's code has looked at in calls of that form."""
@@ -71,12 +85,13 @@ class _State:
             [(y.shape, y.stride(), y.dtype, y.requires_grad) for y in given.tensors],
         ]  # fmt: skip
 
-    def use(self, layer: nn.Module, known: Known, plan: LayerPlan, keeps: KeptInput | None) -> tuple[Way, list[Slot]]:
-        """How the layer keeps what the plan keeps, and its slots in caches. Both hold as long as the look holds."""
+    def use(self, layer: nn.Module, known: Known, plan: LayerPlan, keeps: KeptInput | None) -> _Use:
+        """How the layer runs a plan."""
         found = self.uses.get((id(known), keeps))
         if found is None:
             slots = [slot._replace(index=_index(layer, slot.index)) for slot in known.slots]
-            found = self.uses[id(known), keeps] = _way(layer, plan, keeps), slots
+            attentions = [layer.get_submodule(call.path) for call in known.calls]
+            found = self.uses[id(known), keeps] = _Use(_way(layer, plan, keeps), slots, attentions)
         return found
 
 
@@ -215,13 +230,14 @@ class PlannedLayer:
         weights: list[Any],
         keeps: KeptInput | None,
     ) -> tuple[Any] | None:
-        way, slots = state.use(layer, known, plan, keeps)
+        way, slots, attentions = state.use(layer, known, plan, keeps)
         if not all([slot.is_free(given.caches) for slot in slots]):
             return None
         inputs = [*weights, *given.tensors]
         inputs += [inputs[i] for i in plan.repeats]
         x = given.tensors[0]
-        calls = [call.of(layer, {"mask": given.masks, "integer": given.integers}) for call in known.calls]
+        others: dict[str, Sequence[Any]] = {"mask": given.masks, "integer": given.integers}
+        calls = [call.of(module, others) for call, module in zip(known.calls, attentions, strict=True)]
         # what a stage of the backward runs later finds no calls any more
         whole = plan.elements <= stages.SLACK or (calls and keeps is not None)
         stops = () if whole else stops_of(plan.order, inputs, 4 * x.numel())

@@ -66,9 +66,9 @@ class LayerLook:
 
     def holds(self) -> bool:
         """Whether all is as it was."""
-        now = list(map(dict.get, self._places, self._names))
         if list(map(type, self._modules)) != self._classes:
             return False
+        now = list(map(dict.get, self._places, self._names))
         return now == self._values and [kind.forward for kind in self._kinds] == self._forwards
 
     def can_run(self) -> bool:

@@ -21,7 +21,7 @@ from ..records.activations import is_large
 from .codec_marks import OTHER, Mark, codec_mark
 from .divide import Halves
 from .keeping import opened
-from .rules import made_of_weights
+from .rules import made_of_these
 
 aten = torch.ops.aten
 # these make losses, and sums and powers over many steps, in which an error grows
@@ -80,7 +80,7 @@ class Others:
     all: frozenset[str]
     attention: bool
 
-    def take(self, x: Node, halves: Halves, weights: dict[Node, bool]) -> bool:
+    def take(self, x: Node, halves: Halves, weights: set[Node]) -> bool:
         """Whether they take a kept tensor that no module has marked; `weights` are the nodes made of weights alone."""
         made, value = made_by(x), x.meta["val"]
         shape = [hint(value.size(i)) for i in OTHER.order(value) or range(value.dim())]
@@ -96,7 +96,7 @@ class Others:
         reader = module_reading(x)
         if reader in self.all or (reader in self.inputs and reader != running(made)):
             return False
-        return not weights[made]
+        return made not in weights
 
 
 def _is_image(made: Node) -> bool:
@@ -106,7 +106,7 @@ def _is_image(made: Node) -> bool:
 
 def packed_in(halves: Halves, inputs: dict[Node, int], parameters: int, others: Others | None) -> Iterator[Packed]:
     """What is kept through a codec: that with which a module has marked it, or the layer's for all others."""
-    weights = made_of_weights(halves.forward.graph, parameters)
+    weights = made_of_these(halves.forward.graph, halves.inputs[:parameters])
     for i, x in enumerate(halves.kept):
         mark = codec_mark(x)
         if mark is None and others is not None and others.take(x, halves, weights):

@@ -24,7 +24,7 @@ from .divide import Halves, divide
 from .keeping import Outside, opened
 from .ordering import lower_peak
 from .packing import Others, Packed, opening, packed_in
-from .rules import PRODUCTS
+from .rules import PRODUCTS, made_of_these
 from .trace import Joint
 
 _NOTHING: frozenset[int] = frozenset()
@@ -163,11 +163,8 @@ def _makes_weights(halves: Halves, parameters: int) -> bool:
     """Whether the backward computes a product of weights alone. It would see what somebody writes into a parameter's
     `data`, as adapters are merged."""
     weights = set(halves.inputs[:parameters])
-    made: set[Node] = set()
-    for node in halves.backward.graph.nodes:
-        of_weights = node.op == "call_function" and node.all_input_nodes and made.issuperset(node.all_input_nodes)
-        if of_weights or (node.op == "placeholder" and halves.read.get(node) in weights):
-            made.add(node)
+    given = [node for node, x in halves.read.items() if x in weights]
+    made = made_of_these(halves.backward.graph, given)
     return any(node.target in PRODUCTS for node in made)
 
 
@@ -192,7 +189,7 @@ def _places(
 def _readers(joint: Joint) -> dict[int, int]:
     """How many nodes of the forward read each activation that is given, but the first one."""
     forward = of_forward(joint.graph, joint.outputs)
-    inputs = [node for node in joint.graph.nodes if node.op == "placeholder"][: len(joint.inputs)]
+    inputs = joint.placeholders[: len(joint.inputs)]
     return {i: sum(user in forward for user in inputs[i].users) for i in range(joint.parameters + 1, len(joint.inputs))}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Collection
 from typing import Any, TypeGuard
 
 import torch
@@ -28,7 +29,7 @@ def tag(joint: Joint) -> None:
     graph = joint.graph
     apply_policy(graph, joint.outputs)
     forward = of_forward(graph, joint.outputs)
-    weights = made_of_weights(graph, joint.parameters)
+    weights = made_of_these(graph, joint.placeholders[: joint.parameters])
     largest = max((numel(_matrix(node).meta["val"]) for node in forward if node.target in PRODUCTS), default=0)
     for node in graph.nodes:
         if node in forward:
@@ -37,7 +38,7 @@ def tag(joint: Joint) -> None:
         if is_drawn(node) or node.target is state_before:
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
     for node in graph.nodes:
-        if node in forward and _is_made_again(node) and _is_last(node):
+        if node in forward and _is_recomputed(node) and _is_last(node):
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
     for node in graph.nodes:
         if node in forward and node.target in _NORMS and not _feeds_backward(_result(node), forward):
@@ -45,7 +46,7 @@ def tag(joint: Joint) -> None:
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
 
-def _is_made_again(node: Node) -> bool:
+def _is_recomputed(node: Node) -> bool:
     return bool(node.meta.get("recompute") == CheckpointPolicy.PREFER_RECOMPUTE)
 
 
@@ -63,13 +64,15 @@ def _feeds_backward(x: Node | None, forward: set[Node]) -> bool:
                 seen.add(user)
                 if user not in forward:
                     return True
-                pending += [user] if _is_made_again(user) else []
+                pending += [user] if _is_recomputed(user) else []
     return False
 
 
 def _is_last(node: Node) -> bool:
-    """Whether tensors of at least a node's bytes are needed for nothing but to make it: rotated queries of queries, a
-    sum of its summand. Kept itself, the node need not be made again."""
+    """Whether to keep a node in the place of the products that it is made of: rotated queries, a sum with a residual.
+
+    Nobody else may read these products, and they must have no fewer bytes.
+    """
     if is_view(node) or node.target is DROPPED or CODEC in node.meta:
         return False
     made, freed, pending = {node}, 0, set(node.all_input_nodes)
@@ -84,7 +87,7 @@ def _is_last(node: Node) -> bool:
             # a module has marked it
             return False
         if x.op == "call_function" and all(user in made for user in x.users):
-            if _is_made_again(x):
+            if _is_recomputed(x):
                 made.add(x)
                 pending.update(x.all_input_nodes)
             elif x.target in PRODUCTS:
@@ -92,7 +95,7 @@ def _is_last(node: Node) -> bool:
     return freed >= nbytes(node) > 0
 
 
-def _tag(node: Node, weights: dict[Node, bool], largest: int, selective: bool) -> None:
+def _tag(node: Node, weights: set[Node], largest: int, selective: bool) -> None:
     cheap = is_view(node) or _is_depthwise(node) or _is_cheap_product(node, weights, largest, selective)
     if cheap or node.target in (DROPPED, drawn_from):
         make_again(node)
@@ -104,7 +107,7 @@ def _tag(node: Node, weights: dict[Node, bool], largest: int, selective: bool) -
         _narrowest(node).meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
 
-def _is_cheap_product(node: Node, weights: dict[Node, bool], largest: int, selective: bool) -> bool:
+def _is_cheap_product(node: Node, weights: set[Node], largest: int, selective: bool) -> bool:
     """Whether a product is cheap to make again for what it has in bytes.
 
     That is one of activations, such as the scores of eager attention; one that makes many features of a few, as the
@@ -112,7 +115,7 @@ def _is_cheap_product(node: Node, weights: dict[Node, bool], largest: int, selec
     """
     if node.target not in PRODUCTS:
         return False
-    made = [weights[x] for x in node.all_input_nodes]
+    made = [x in weights for x in node.all_input_nodes]
     if not any(made):
         return selective
     return _is_of_few(node, largest) or (all(made) and _is_of_low_rank(node))
@@ -147,15 +150,12 @@ def _is_narrow(node: Node) -> bool:
     return all(_width(x) >= _width(node) for x in node.all_input_nodes)
 
 
-def made_of_weights(graph: Graph, parameters: int) -> dict[Node, bool]:
-    """Whether each node is made of weights alone, which are the first placeholders."""
-    made: dict[Node, bool] = {}
-    count = 0
+def made_of_these(graph: Graph, given: Collection[Node]) -> set[Node]:
+    """The placeholders that are given, and the calls that read nothing but these and what is made of them."""
+    made = set(given)
     for node in graph.nodes:
-        if node.op == "placeholder":
-            made[node], count = count < parameters, count + 1
-        else:
-            made[node] = bool(node.all_input_nodes) and all(made[x] for x in node.all_input_nodes)
+        if node.op == "call_function" and node.all_input_nodes and made.issuperset(node.all_input_nodes):
+            made.add(node)
     return made
 
 

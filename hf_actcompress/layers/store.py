@@ -18,7 +18,7 @@ from ..ops import opaque
 from ..ops.snapshot import Snapshot
 from ..private_apis import without_dispatch_modes, without_saved_tensor_hooks
 from ..roles import Role
-from .caches import Slot, is_filled, recording
+from .caches import Slot, is_filled, stand_in
 from .checkpointed import Recompute
 from .codec_marks import attention_marks, name_codecs, other_codec
 from .given import CallArguments, Returned, Unknown
@@ -157,7 +157,7 @@ def _learn(
     def call(inputs: list[Any]) -> list[Tensor]:
         updates.clear()
         made.clear()
-        caches = [recording(cache, i, updates) for i, cache in enumerate(given.caches)]
+        caches = [stand_in(cache, i, updates) for i, cache in enumerate(given.caches)]
         tensors = inputs[weights:]
         args, kwargs = given.with_others(tensors, caches, integers)
         enabled = setting.autocast is not None

@@ -80,6 +80,11 @@ class Joint:
         return len(self.tangents)
 
     @property
+    def placeholders(self) -> list[Node]:
+        """The placeholders of the inputs, then those of the tangents."""
+        return [node for node in self.graph.nodes if node.op == "placeholder"]
+
+    @property
     def graph(self) -> Graph:
         """The graph of the module."""
         return self.module.graph

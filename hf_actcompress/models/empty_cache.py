@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,37 +55,15 @@ def empty_layer(cache: Any, index: int) -> DynamicLayer | None:
     return layer if type(layer) is DynamicLayer and not layer.is_initialized else None
 
 
-def empty_layers(cache: Any, indices: Sequence[int]) -> list[DynamicLayer] | None:
-    """The cache's layers for the attentions of a model's layer: self attention, then cross attention if it has both.
-
-    None if one of them has entries or the kind is unknown.
-    """
-    caches = [cache]
-    if type(cache) is EncoderDecoderCache:
-        caches = [cache.self_attention_cache, cache.cross_attention_cache]
-    if len(caches) != len(indices):
-        return None
-    layers = [empty_layer(one, index) for one, index in zip(caches, indices, strict=True)]
-    return None if None in layers else layers  # type: ignore[return-value]
-
-
-def fill(cache: Any, layers: Sequence[DynamicLayer] | None, heads: Sequence[Tensor], index: int) -> None:
-    """What `update(keys, values)` does for empty layers, without copies.
-
-    Args:
-        cache: The cache of these layers.
-        layers: What `empty_layers` returned for them; None: a layer that stores only a part of its input (a window).
-        heads: Keys and values of the first layer, then those of the second.
-        index: Index of the layer.
-    """
-    if layers is None:
-        cache.update(*heads, index)
+def fill(cache: Any, keys: Tensor, values: Tensor, index: int) -> None:
+    """What `cache.update(keys, values, index)` does for an empty layer of that index, without copies."""
+    layer = empty_layer(cache, index)
+    if layer is None:
+        # it stores only a part of its input (a window)
+        cache.update(keys, values, index)
         return
-    for layer, keys, values in zip(layers, heads[::2], heads[1::2], strict=True):
-        layer.dtype, layer.device, layer.is_initialized = keys.dtype, keys.device, True
-        layer.keys, layer.values = keys, values
-    if type(cache) is EncoderDecoderCache:
-        cache.is_updated[index] = True
+    layer.dtype, layer.device, layer.is_initialized = keys.dtype, keys.device, True
+    layer.keys, layer.values = keys, values
 
 
 def _holds_tensors(value: Any) -> bool:

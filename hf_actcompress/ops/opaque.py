@@ -12,8 +12,8 @@ and integers are looked up among the arguments of the layer's call (`OpaqueCall`
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -24,6 +24,7 @@ from torch.utils import _pytree as pytree
 from ..private_apis import FakeTensor, above_autograd
 from ..records import current
 from .autocast import autocast_dtype
+from .snapshot import with_attributes
 
 _LIBRARY = torch.library.Library("hf_actcompress", "FRAGMENT")  # type: ignore[no-untyped-call]
 _LIBRARY.define("opaque_attention(Tensor[] tensors, int call) -> (Tensor, Tensor)")  # type: ignore[no-untyped-call]
@@ -32,6 +33,7 @@ ATTEND = torch.ops.hf_actcompress.opaque_attention.default
 ATTEND_BWD = torch.ops.hf_actcompress.opaque_attention_bwd.default
 # the attribute of a module's copy, in a trace, that says where in the layer the module is
 PATH = "actcompress_path"
+_NOTHING = nullcontext()
 
 
 class Box:
@@ -50,6 +52,10 @@ class Ran(NamedTuple):
 
     end: Tensor
     box: Box
+
+
+# a call of an attention function: of its tensors, the output and what crosses to backward
+Run = Callable[[Sequence[Tensor]], tuple[Tensor, Ran]]
 
 
 class _Enter(torch.autograd.Function):
@@ -108,16 +114,18 @@ class OpaqueCall:
     autocast: tuple[str, torch.dtype] | None
     draws: bool
 
-    def of(self, layer: nn.Module, given: dict[str, Sequence[Any]]) -> Callable[[Sequence[Tensor]], tuple[Tensor, Ran]]:
-        """The call in one call of a layer."""
-        module = layer.get_submodule(self.path)
+    def of(self, module: nn.Module, given: Mapping[str, Sequence[Any]]) -> Run:
+        """The call in one call of a layer, whose attention is `module`."""
+        # as it is now: a checkpointed layer calls the function again in its backward
+        module = with_attributes(type(module), vars(module))
 
         def run(tensors: Sequence[Tensor]) -> tuple[Tensor, Ran]:
             with above_autograd(), torch.enable_grad():
-                box = Box([(x.shape, x.dtype) for x, w in zip(tensors, self.wanted, strict=True) if w])
+                graded = [x for x, w in zip(tensors, self.wanted, strict=True) if w]
+                box = Box([(x.shape, x.dtype) for x in graded])
                 start = tensors[0].new_empty(0).requires_grad_()
-                graded = iter(_Enter.apply(box, start, *(x for x, w in zip(tensors, self.wanted, strict=True) if w)))  # type: ignore[no-untyped-call]
-                own = [next(graded) if w else x for x, w in zip(tensors, self.wanted, strict=True)]
+                entered = iter(_Enter.apply(box, start, *graded))  # type: ignore[no-untyped-call]
+                own = [next(entered) if w else x for x, w in zip(tensors, self.wanted, strict=True)]
                 places = {**given, "tensor": own}
                 leaves = [places[x.kind][x.number] if isinstance(x, _Place) else x for x in self.leaves]
                 args, kwargs = pytree.tree_unflatten(leaves, self.tree)
@@ -139,8 +147,8 @@ class _State(threading.local):
     """
 
     made: list[OpaqueCall] | None = None
-    given: dict[str, Sequence[Any]] = {}
-    running: Sequence[Callable[[Sequence[Tensor]], tuple[Tensor, Ran]]] = ()
+    given: Mapping[str, Sequence[Any]] = {}
+    running: Sequence[Run] = ()
     likes: dict[int, list[Tensor]] = {}
 
 
@@ -148,7 +156,7 @@ _state = _State()
 
 
 @contextmanager
-def traced_calls(given: dict[str, Sequence[Any]]) -> Iterator[list[OpaqueCall]]:
+def traced_calls(given: Mapping[str, Sequence[Any]]) -> Iterator[list[OpaqueCall]]:
     """While a layer is traced: the calls that it makes. `given` is what the layer's call is given, by kind."""
     before = _state.made, _state.given, _state.likes
     _state.made, _state.given, _state.likes = [], given, {}
@@ -158,9 +166,13 @@ def traced_calls(given: dict[str, Sequence[Any]]) -> Iterator[list[OpaqueCall]]:
         _state.made, _state.given, _state.likes = before
 
 
-@contextmanager
-def running(calls: Sequence[Callable[[Sequence[Tensor]], tuple[Tensor, Ran]]]) -> Iterator[None]:
+def running(calls: Sequence[Run]) -> AbstractContextManager[None]:
     """While the graph of a layer runs: what its nodes call."""
+    return _running(calls) if calls else _NOTHING
+
+
+@contextmanager
+def _running(calls: Sequence[Run]) -> Iterator[None]:
     before, _state.running = _state.running, calls
     try:
         yield

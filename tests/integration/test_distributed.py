@@ -21,7 +21,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from hf_actcompress import PRESETS, patch_model
 from tests.families import BODY, BY_NAME, Family, Gradients, differing, oracle_step, relative_error
-from tests.layers.pairs import calls
+from tests.layers.plans import calls
 from tests.oracle import EXACT
 
 RANKS = 2

@@ -16,8 +16,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from hf_actcompress import CompressionConfig, patch_model
 from hf_actcompress.modules.base import PatchedModule
 from tests.families import BODY, BY_NAME, Family
-from tests.layers.pairs import NAMES as PLANS
-from tests.layers.pairs import calls
+from tests.layers.plans import NAMES as PLANS
+from tests.layers.plans import calls
 
 three = pytest.mark.parametrize(
     "family", [BY_NAME[n] for n in ("bert", "gpt2-gelu-tanh", "llama")], ids=lambda f: f.name

@@ -21,7 +21,7 @@ from torch.profiler import ProfilerActivity, profile
 from hf_actcompress import PRESETS, CompressionConfig, patch_model
 from hf_actcompress.memory.measurement.allocator import allocator_events, collected
 from hf_actcompress.models import rows_left_out
-from tests.layers.pairs import calls
+from tests.layers.plans import calls
 from tests.oracle import held_bytes
 
 datasets = pytest.importorskip("datasets")

@@ -12,7 +12,7 @@ from hf_actcompress import CompressionConfig, patch_model
 from hf_actcompress.config import resolve
 from hf_actcompress.memory.measurement.allocator import kept_bytes
 from tests.families import BY_NAME, mode_of, relative_error, step
-from tests.layers.pairs import LEAVES, PLANS, assert_same, calls, patched
+from tests.layers.plans import LEAVES, PLANS, assert_same, calls, patched
 from tests.oracle import EXACT
 
 peft = pytest.importorskip("peft")

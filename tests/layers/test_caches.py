@@ -14,7 +14,7 @@ from hf_actcompress import CompressionConfig, patch_model, patch_report
 from hf_actcompress.models.arguments import cache_in
 from hf_actcompress.modules.base import stock_type
 from tests.families import BY_NAME, step
-from tests.layers.pairs import LEAVES, PLANS, assert_same, calls, pair, patched
+from tests.layers.plans import LEAVES, PLANS, assert_same, calls, pair, patched
 
 
 def cache_name(layer: Any) -> str:

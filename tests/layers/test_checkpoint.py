@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from hf_actcompress import patch_model, unpatch_model
 from hf_actcompress.memory.measurement.allocator import kept_bytes
 from tests.families import BY_NAME, Batch, Gradients, cast_batch, mode_of, step
-from tests.layers.pairs import DTYPES, LEAVES, MODES, PLANS, calls, patched
+from tests.layers.plans import DTYPES, LEAVES, MODES, PLANS, calls, patched
 
 FAMILIES = ("llama", "qwen3", "bert", "gpt2-gelu-new", "gpt2-gelu-tanh", "modernbert", "vit")
 PLAIN = {"use_reentrant": False}

@@ -15,7 +15,7 @@ from hf_actcompress import CompressionConfig, patch_model
 from hf_actcompress.config import resolve
 from hf_actcompress.memory.measurement.allocator import kept_bytes
 from tests.families import BY_NAME, Batch, Gradients, cast_batch, mode_of, oracle_step, relative_error, step
-from tests.layers.pairs import DTYPES, MODES, calls
+from tests.layers.plans import DTYPES, MODES, calls
 
 PRESETS = ("int8", "int4", "fp8")
 FAMILIES = ("llama", "bert", "gpt2-gelu-new", "gemma", "vit", "qwen3", "modernbert", "phi3", "opt")

@@ -12,7 +12,7 @@ from transformers import FalconConfig, FalconForCausalLM
 from hf_actcompress import patch_model
 from hf_actcompress.memory.measurement.allocator import kept_bytes
 from tests.families import VOCAB, Batch, cast_batch, differing, mode_of, step
-from tests.layers.pairs import DTYPES, LEAVES, MODES, PLANS, calls, patched
+from tests.layers.plans import DTYPES, LEAVES, MODES, PLANS, calls, patched
 
 FORMS: dict[str, dict[str, Any]] = {
     "one head of keys": {},

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_actcompress import CompressionConfig, patch_model
 from tests.families import BY_NAME
-from tests.layers.pairs import PLANS, calls
+from tests.layers.plans import PLANS, calls
 
 # these are not views, but run no kernel either
 _NOTHING = ("detach", "empty", "empty_like", "new_empty", "_unsafe_view", "_reshape_alias", "lift_fresh", "alias")

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModel
 
 from hf_actcompress import CompressionConfig, kept_bytes, patch_model
-from tests.layers.pairs import LEAVES, PLANS, calls, patched
+from tests.layers.plans import LEAVES, PLANS, calls, patched
 
 SMALL = {
     "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 100,

@@ -15,7 +15,7 @@ from hf_actcompress.layers import stages
 from hf_actcompress.memory.measurement.allocator import kept_bytes
 from hf_actcompress.records import live_entries
 from tests.families import BY_NAME, cast_batch, differing, step
-from tests.layers.pairs import DTYPES, LEAVES, MODES, PLANS, assert_same, calls, every_family, pair, patched
+from tests.layers.plans import DTYPES, LEAVES, MODES, PLANS, assert_same, calls, every_family, pair, patched
 
 
 @pytest.mark.daily(3)

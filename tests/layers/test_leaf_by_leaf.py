@@ -14,8 +14,7 @@ from transformers import BloomConfig, BloomForCausalLM, DynamicCache
 
 from hf_actcompress import CompressionConfig, patch_model, patch_report, unpatch_model
 from tests.families import BY_NAME, Batch, cast_batch, differing, step
-from tests.layers.pairs import LEAVES, PLANS, assert_same, calls, pair
-from tests.layers.plans import plans_of
+from tests.layers.plans import LEAVES, PLANS, assert_same, calls, pair, plans_of
 
 
 def hook(model: Any, batch: Batch) -> Batch:

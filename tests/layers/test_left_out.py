@@ -14,7 +14,7 @@ from hf_actcompress import CompressionConfig, patch_model
 from hf_actcompress.errors import PaddingError, SharedRowsError
 from hf_actcompress.memory.measurement.allocator import kept_bytes
 from tests.families import BY_NAME, Batch, Gradients, cast_batch, mode_of, step
-from tests.layers.pairs import DTYPES
+from tests.layers.plans import DTYPES
 from tests.models.test_drop_padding import batch_of
 from tests.models.test_shared_prompts import build, group
 

@@ -12,7 +12,7 @@ from transformers import Gemma2Config, Gemma2ForCausalLM
 from hf_actcompress import patch_model
 from hf_actcompress.memory.measurement.allocator import allocator_trace, kept_bytes
 from tests.families import BY_NAME, VOCAB, cast_batch, differing, mode_of, relative_error, step
-from tests.layers.pairs import DTYPES, LEAVES, MODES, PLANS, calls, patched
+from tests.layers.plans import DTYPES, LEAVES, MODES, PLANS, calls, patched
 
 GEMMA2 = {
     "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 8,

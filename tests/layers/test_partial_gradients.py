@@ -13,7 +13,7 @@ from transformers import Cache, EncoderDecoderCache
 from hf_actcompress import CompressionConfig, patch_model
 from hf_actcompress.layers import handing, stages
 from tests.families import BY_NAME, cast_batch, differing, mode_of
-from tests.layers.pairs import DTYPES, MODES, PLANS
+from tests.layers.plans import DTYPES, MODES, PLANS
 
 NAMES = ("llama", "gpt2-gelu-new", "gemma", "qwen3", "t5", "opt", "phi3")
 CONFIGS = {

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_actcompress import patch_model
-from tests.layers.pairs import PLANS
+from tests.layers.plans import PLANS
 from tests.layers.test_layer_types import PICTURES, SMALL
 
 T5 = {"d_model": 32, "d_ff": 64, "num_layers": 2, "num_heads": 4, "d_kv": 8, "decoder_start_token_id": 0}

@@ -16,7 +16,7 @@ from hf_actcompress import CompressionConfig
 from hf_actcompress.layers import handing, stages
 from hf_actcompress.layers import layer as layer_module
 from hf_actcompress.memory.measurement.allocator import allocator_trace
-from tests.layers.pairs import LEAVES, PLANS, calls, patched
+from tests.layers.plans import LEAVES, PLANS, calls, patched
 
 HIDDEN = 256
 
@@ -55,6 +55,16 @@ def hooked(model: Any) -> None:
 
 def accumulated(model: Any) -> None:
     model(**batch(8)).loss.backward()
+
+
+def assert_stocks_in_accumulation(run: Callable[[Any], list[Any]]) -> None:
+    """`run` returns the same bits for stock and for a model by plans, both in the second step of an accumulation."""
+    results = []
+    for config in (None, PLANS):
+        model = llama(config)
+        accumulated(model)
+        results.append(run(model))
+    assert all(map(torch.equal, *results))
 
 
 CASES: dict[str, Callable[[Any], None]] = {"in the second backward": accumulated, "hooks on the weights": hooked}
@@ -154,10 +164,8 @@ def test_nothing_is_left_without_a_garbage_collection(monkeypatch: pytest.Monkey
 def test_gradients_of_single_weights_and_backwards_that_end_early(monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine runs only the stages that it needs; the next backward starts from the beginning."""
     monkeypatch.setattr(stages, "SLACK", 0)
-    gradients = []
-    for config in (None, PLANS):
-        model = llama(config)
-        accumulated(model)
+
+    def run(model: Any) -> list[Any]:
         layer = model.model.layers[1]
         loss = model(**batch(8)).loss
         found = []
@@ -165,8 +173,9 @@ def test_gradients_of_single_weights_and_backwards_that_end_early(monkeypatch: p
             found += torch.autograd.grad(loss, [wanted.weight], retain_graph=True)
         loss.backward(inputs=[layer.mlp.up_proj.weight], retain_graph=True)
         loss.backward()
-        gradients.append([*found, *(p.grad for p in model.parameters())])
-    assert all(map(torch.equal, *gradients))
+        return [*found, *(p.grad for p in model.parameters())]
+
+    assert_stocks_in_accumulation(run)
 
 
 def test_gradients_of_heads_are_let_go_of_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,14 +192,13 @@ def test_gradients_of_heads_are_let_go_of_one_by_one(monkeypatch: pytest.MonkeyP
 
 def test_two_backwards_through_one_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stages, "SLACK", 0)
-    gradients = []
-    for config in (None, PLANS):
-        model = llama(config)
-        accumulated(model)
+
+    def run(model: Any) -> list[Any]:
         loss = model(**batch(8)).loss
         loss.backward(retain_graph=True)
         loss.backward()
         wanted = list(model.parameters())
         again = torch.autograd.grad(model(**batch(8)).loss, wanted)
-        gradients.append([*(p.grad for p in wanted), *again])
-    assert all(map(torch.equal, *gradients))
+        return [*(p.grad for p in wanted), *again]
+
+    assert_stocks_in_accumulation(run)

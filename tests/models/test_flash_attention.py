@@ -18,7 +18,7 @@ from hf_actcompress import CompressionConfig, kept_bytes, memory_report, patch_m
 from hf_actcompress.reference import packed_sdpa
 from hf_actcompress.reference.sequences import Band, Sequences, sequences_of
 from tests.families import BODY, BY_NAME, Batch, build, differing, relative_error, step
-from tests.layers.pairs import LEAVES, PLANS, assert_same, calls
+from tests.layers.plans import LEAVES, PLANS, assert_same, calls
 from tests.models.test_packed import GEMMA3, packed, rows, watched_step
 
 NAME = "flash_attention_2"

@@ -14,11 +14,11 @@ import transformers
 from torch import nn
 
 from ...config import CompressionConfig, resolve
-from ...models.rules import mlps_for_tiles
 from ...modules.tiled import draws
 from ...quick.formula import tile_of
 from ...quick.strategies import STRATEGIES
 from ...records import storage_sizes
+from ..estimation.fake_step.ready import mlps_of, ready
 from ..estimation.fake_step.setting import Setting
 from ..estimation.meta_model import skeleton
 from ..estimation.states.held import CONTEXT_BYTES
@@ -117,7 +117,7 @@ def _cases(
     state = writer.number(_state(plain, reader, writer, period), writer.states)
     setting = Setting(sizes["batch"].value, sizes["seq"].value, None, True, autocast)
     # MLPs that draw have tiles only where these are asked for
-    tiles = not any(map(draws, mlps_for_tiles(plain[0])))
+    tiles = not any(map(draws, mlps_of(ready(plain[0], setting, roles=False), setting)))
     for strategy in strategies:
         preset, checkpointing, codec = STRATEGIES[strategy][:3]
         short, longer = checkpointed if checkpointing else plain

@@ -14,6 +14,7 @@ from ....config import CompressionConfig
 from ....models.checkpointing import below, checkpointable
 from ....models.probe import answers_kept
 from ....models.root import name_default_loss
+from ....models.rules import mlps_for_tiles
 from ....patching import apply_config, unpatch_model
 from ....private_apis import FakeTensorMode
 from ....roles import Role
@@ -50,6 +51,13 @@ def ready(model: nn.Module, setting: Setting, *, roles: bool) -> Ready:
     else:
         counted_checkpoints(fake, cuda=setting.cuda)
     return Ready(fake, mode, names)
+
+
+def mlps_of(ready: Ready, setting: Setting) -> list[nn.Module]:
+    """The MLPs of an unpatched copy that may be computed in tiles."""
+    # probes, as in `ready`
+    with ONE_AT_A_TIME, FakeAllocator(), answers_kept(setting.answers):
+        return mlps_for_tiles(ready.model)
 
 
 def is_reusable(setting: Setting) -> bool:

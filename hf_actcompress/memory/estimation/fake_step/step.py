@@ -14,8 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from ....errors import ActCompressError, ModelConfigError
-from ....models.probe import answers_kept
-from ....models.rules import mlps_for_tiles
 from ....private_apis import FakeTensor, FakeTensorMode, run_backward
 from ....reference.device_rules import under_rules
 from ....roles import Role
@@ -32,7 +30,7 @@ from .latents import prediction, prediction_loss, tensors_of
 from .masks import KnownMasks
 from .pictures import takes_pictures, unwrapped
 from .positions import check_length
-from .ready import Ready, fake_copy, ready
+from .ready import Ready, fake_copy, mlps_of, ready
 from .setting import Setting
 from .sharding import local, resizes_counted, sharded
 from .stand_ins import StepRules
@@ -136,9 +134,7 @@ def run_counted(model: nn.Module, setting: Setting) -> Work:
     copy = ready(model, setting, roles=False)
     batch = _batch(copy.model, copy.mode, setting)
     allocator, counted = _allocator(copy.model, batch, setting), Operations()
-    # probes, as in `ready`
-    with ONE_AT_A_TIME, FakeAllocator(), answers_kept(setting.answers):
-        counted.note(mlps_for_tiles(copy.model))
+    counted.note(mlps_of(copy, setting))
     with _world(setting, copy.mode, allocator), counted:
         loss = _Eager(copy.model, batch, setting).loss(allocator)
         products, attention = counted.products, counted.attention
