@@ -16,6 +16,7 @@ from typing import Any
 import psutil
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from hf_actcompress import CompressionConfig, patch_model
 from hf_actcompress.records import live_entries
@@ -66,7 +67,8 @@ def read(step: int) -> Reading:
     return Reading(
         step,
         len(tensors),
-        sum(x.untyped_storage().nbytes() for x in tensors),
+        # a fake tensor has no bytes, and asking one of symbolic size makes expressions that stay
+        sum(x.untyped_storage().nbytes() for x in tensors if not isinstance(x, FakeTensor)),
         sys.getallocatedblocks(),
         psutil.Process().memory_info().rss,
         live_entries(),
