@@ -54,9 +54,9 @@ class CompressionConfig(ConfigFile):
         drop_padding: Keep nothing of the rows where the model's ``attention_mask`` [B, S] is 0, wherever they are: of
             hidden states, MLP tensors, q, k, v and what attention keeps, through any codec (a codec that pools averages
             real tokens only). Exact if no gradient reaches padding (labels of -100 there, a CLS token, pooling with the
-            mask); if one does, backward raises PaddingError. Kept whole: statistics and bits of norms and activations,
-            what gradient checkpointing keeps, and all tensors of unpatched modules and encoder-decoder models. Layers
-            run module by module then.
+            mask); if one does, backward raises PaddingError. Encoder-decoder models keep all rows. So do layers that
+            combine tokens in another way than by attention with that mask (a convolution, a scan), as far as they are
+            not made of patched modules.
         share_prompts: Where several sequences of a batch begin with the same tokens, such as the prompt of a group of
             completions (GRPO) or of two answers (DPO), keep the rows of these tokens once: of hidden states, MLP
             tensors, q, k, v and what attention keeps, through any codec that takes rows. For causal models without

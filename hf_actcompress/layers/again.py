@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from ..compilation.policy import is_cheap, is_statistic, is_view
-from ..records import Derived, declare
+from ..records import Derived, declare, restores_rows
 from .code import forward_code
 from .divide import Halves
 from .keeping import source_of
@@ -20,6 +20,7 @@ from .rules import PRODUCTS
 
 # how many tensors an output may be made of
 _SOURCES = 8
+_Back = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -44,22 +45,20 @@ class MadeAgain:
         """Declare that y is made again; `sharded`: whether the weights' memory is freed when the layer has run."""
         places = zip(self.sources, self.own, self.weights, strict=True)
         sources = [source_of(kept[i], own, copied=sharded and weight) for i, own, weight in places]
-        if any(isinstance(source, Derived) for source in sources):
+        if any(isinstance(source, Derived) and not restores_rows(source) for source in sources):
             # from layer to layer, the first backward would make all of them again at once
             return
         declare(y, self.code, *sources)
 
 
-def made_again(
-    halves: Halves, place: int, y: Node, orders: Mapping[Node, Sequence[int]], parameters: int
-) -> MadeAgain | None:
+def made_again(halves: Halves, place: int, y: Node, backs: Mapping[Node, _Back], parameters: int) -> MadeAgain | None:
     """How an output is made again from kept tensors by cheap nodes; None if it is not.
 
     Args:
         halves: The graphs.
         place: The place of the output.
         y: The output.
-        orders: Of kept tensors that are packed as they lie in memory: their dimensions in that order.
+        backs: What gives kept tensors that are packed in another arrangement, of what is unpacked.
         parameters: How many of the inputs, the first ones, are weights.
     """
     if y in halves.kept or y.op == "placeholder" or not y.meta["val"].is_floating_point():
@@ -82,7 +81,7 @@ def made_again(
         return None
     graph = Graph()
     given = [graph.placeholder(x.name) for x in needs]
-    copied = {x: _put_back(graph, node, orders.get(x)) for x, node in zip(needs, given, strict=True)}
+    copied = dict(zip(needs, given, strict=True))
     for x in halves.forward.graph.nodes:
         if x in seen and x not in copied:
             copied[x] = graph.node_copy(x, copied.__getitem__)
@@ -90,25 +89,20 @@ def made_again(
     inputs = halves.inputs
     own = tuple(x not in inputs for x in needs)
     weights = tuple(x in inputs[:parameters] for x in needs)
-    return MadeAgain(place, _First(run), tuple(halves.kept.index(x) for x in needs), own, weights)
-
-
-def _put_back(graph: Graph, x: Node, order: Sequence[int] | None) -> Node:
-    """A tensor whose dimensions are in another order, as the graph knows it."""
-    if order is None:
-        return x
-    return graph.call_function(torch.ops.aten.permute.default, (x, [order.index(i) for i in range(len(order))]))
+    code = _First(run, [backs.get(x) for x in needs])
+    return MadeAgain(place, code, tuple(halves.kept.index(x) for x in needs), own, weights)
 
 
 class _First:
-    """A function that returns the first item of what another one returns."""
+    """A function that returns the first item of what another one returns; `backs` prepare its arguments."""
 
-    def __init__(self, run: Callable[..., tuple[Any, ...]]) -> None:
-        self._run = run
+    def __init__(self, run: Callable[..., tuple[Any, ...]], backs: Sequence[_Back | None]) -> None:
+        self._run, self._backs = run, backs
 
     def __call__(self, *args: Tensor) -> Tensor:
         with torch.no_grad():
-            y: Tensor = self._run(*args)[0]
+            given = [x if back is None else back(x) for x, back in zip(args, self._backs, strict=True)]
+            y: Tensor = self._run(*given)[0]
         return y
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -13,11 +13,11 @@ from ..ops import opaque
 from ..ops.autocast import autocast_off
 from ..ops.first_order import once_differentiable
 from ..private_apis import bare_apply, below_autograd
-from ..records import current, saved_next
+from ..records import Record, current, record_of, rows_in_force, saved_next
 from .handing import Heads, no_views, with_heads
 from .keeping import Outside, put_together, taken_apart
-from .packing import Packer
 from .plan import LayerPlan
+from .rows import Checks, LeftOut
 from .stages import Stages, no_gradients, run_backward, stages_of
 
 
@@ -29,8 +29,16 @@ class Way(NamedTuple):
         outside: The kept inputs, each with its codec.
     """
 
-    packs: tuple[list[Packer], ...]
+    packs: tuple[list[Callable[[Tensor], Record]], ...]
     outside: list[Outside]
+
+
+def _without_rows(left_out: LeftOut, way: Way, kept: list[Any], inputs: Sequence[Tensor]) -> Checks | None:
+    """Let kept inputs have records without the rows that are left out. Returns what backward checks."""
+    for place, codec in way.outside:
+        # what is made again of them has their rows, too
+        record_of(kept[place], codec)
+    return left_out.checks(rows_in_force(), inputs)
 
 
 class PlanFunction(torch.autograd.Function):
@@ -59,12 +67,13 @@ class PlanFunction(torch.autograd.Function):
         pool = (*inputs[: plan.inputs], *outputs, *found[plan.outputs : plan.tensors])
         # keep a weight's data of now, as stock's views do: a later `param.data = ...` changes only the parameter
         kept: list[Any] = [pool[i].detach() if w else pool[i] for i, w in plan.kept]
+        ctx.checks = None if plan.left_out is None else _without_rows(plan.left_out, way, kept, inputs)
         for made in plan.made:
             made.declare(outputs[made.output], kept, sharded)
         keepers: Sequence[str] = plan.keepers
         ctx.slots = None
         if way.outside or plan.packed or calls:
-            kept, ctx.slots, keepers = taken_apart(kept, way.outside, keepers)
+            kept, ctx.slots, keepers = taken_apart(kept, way.outside, keepers, plan.left_out is not None)
         if current.watcher is not None:
             current.watcher.keeps(kept, keepers, checkpointed=plan.checkpointed)
         saved_next(kept, plan.places_outside)
@@ -85,6 +94,8 @@ class PlanFunction(torch.autograd.Function):
         if all([dy is None for dy in grads]):
             return no_gradients(ctx, ctx.stages)
         plan: LayerPlan = ctx.plan
+        if ctx.checks is not None:
+            ctx.checks.look(grads)
         saved = list(ctx.saved_tensors)
         if ctx.slots:
             saved = put_together(saved, ctx.slots, len(plan.kept))

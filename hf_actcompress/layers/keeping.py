@@ -10,7 +10,7 @@ from torch import Tensor
 from ..codecs import IDENTITY, Codec
 from ..ops.opaque import Box, Ran
 from ..private_apis import above_autograd
-from ..records import Record, Stored, is_dropped, known_record, record_of, stored_exact
+from ..records import Derived, Record, Stored, is_dropped, known_record, record_of, stored_exact
 from ..records.saving import Leaves, Slot, count, slot_of, slot_of_new
 
 
@@ -52,7 +52,7 @@ class _RanSlot(NamedTuple):
 
 
 def taken_apart(
-    values: list[Any], outside: Sequence[Outside], keepers: Sequence[str]
+    values: list[Any], outside: Sequence[Outside], keepers: Sequence[str], left_out: bool
 ) -> tuple[list[Any], dict[int, Slot | _RanSlot], list[str]]:
     """What to save of values: tensors, records, and activations from outside, which may have a record already.
 
@@ -60,6 +60,7 @@ def taken_apart(
         values: In the order of the plan.
         outside: The activations from outside.
         keepers: The module for which each is kept.
+        left_out: Whether rows may be left out.
 
     Returns:
         The tensors to save, with None in the place of a value that is taken apart, whose tensors are at the end; by its
@@ -75,14 +76,18 @@ def taken_apart(
 
     for i, codec in outside:
         x = values[i]
-        record = known_record(x) if codec == IDENTITY else record_of(x, codec)
-        if record is not None and not _is_itself(record) and not is_dropped(record):
+        record = known_record(x) if codec == IDENTITY and not left_out else record_of(x, codec)
+        if record is not None and not _is_itself(record) and (left_out or not is_dropped(record)):
             slot = slot_of(record, leaves)
             count(slot)
             take(i, slot)
     for i, value in enumerate(values):
         if type(value) is Stored:
             take(i, slot_of_new(value, leaves))
+        elif type(value) is Derived:
+            slot = slot_of(value, leaves)
+            count(slot)
+            take(i, slot)
         elif type(value) is Ran:
             leaves.tensors.append(value.end)
             take(i, _RanSlot(len(leaves.tensors) - 1, value.box))
@@ -110,7 +115,7 @@ def source_of(x: Any, own: bool, copied: bool) -> Record:
         own: Whether nobody but the plan knows the tensor.
         copied: Whether its memory is freed before the output is made again.
     """
-    if isinstance(x, Stored):
+    if isinstance(x, (Stored, Derived)):
         return x
     if copied:
         return stored_exact(x.clone())

@@ -25,7 +25,6 @@ from .function import PlanFunction, Way
 from .given import CallArguments, Unknown
 from .handing import Heads, let_go
 from .look import LayerLook, kind_of
-from .packing import Packer
 from .plan import LayerPlan
 from .possible import is_plain_weight, why_not
 from .site import LayerSettings
@@ -75,11 +74,11 @@ class _State:
         found: set[int] = self.known.setdefault(("looked at", given.form), set())
         return found
 
-    def key(self, given: CallArguments, weights: list[Any], keeps: KeptInput | None) -> list[Any]:
+    def key(self, given: CallArguments, weights: list[Any], keeps: KeptInput | None, left_out: type) -> list[Any]:
         """What decides which plan a call runs. The sizes are in the last item."""
         x = next(x for x in given.tensors if x.is_floating_point())
         return [
-            autocast_dtype(x), recompute_of(keeps), x.device, given.form,
+            autocast_dtype(x), recompute_of(keeps), left_out, x.device, given.form,
             [w.dtype for w in weights], [w.requires_grad for w in weights],
             [given.integers[i] for i in sorted(self.looked_at(given))] if given.integers else [],
             [(y.shape, y.stride(), y.dtype, y.requires_grad) for y in given.tensors],
@@ -134,8 +133,6 @@ class PlannedLayer:
             return self._leaf_by_leaf(state.why_not)
         if region_in_progress() is not None:
             return None
-        if rows_left_out(x) is not None:
-            return self._leaf_by_leaf("rows of it are left out")
         try:
             given = CallArguments(args, kwargs)
         except Unknown as reason:
@@ -143,7 +140,7 @@ class PlannedLayer:
         weights = [place.get(name) for place, name in state.weights]
         if not all(map(is_plain_weight, weights)):
             return self._leaf_by_leaf("a weight is no plain parameter")
-        known = self._known(layer, state, given, weights, keeps)
+        known = self._known(layer, state, given, weights, keeps, type(rows_left_out(x)))
         if isinstance(known.plan, str):
             return self._leaf_by_leaf(known.plan)
         found = self._run(layer, state, known, known.plan, given, weights, keeps)
@@ -183,9 +180,15 @@ class PlannedLayer:
         return state
 
     def _known(
-        self, layer: nn.Module, state: _State, given: CallArguments, weights: list[Any], keeps: KeptInput | None
+        self,
+        layer: nn.Module,
+        state: _State,
+        given: CallArguments,
+        weights: list[Any],
+        keeps: KeptInput | None,
+        left_out: type,
     ) -> Known:
-        key = state.key(given, weights, keeps)
+        key = state.key(given, weights, keeps, left_out)
         last, same = state.last
         if same is not None and key == last:
             return same
@@ -193,7 +196,7 @@ class PlannedLayer:
         if known is None:
             known = self._learned(layer, state, given, key)
             # the code may have looked at integers, which are a part of the key from now on
-            key = state.key(given, weights, keeps)
+            key = state.key(given, weights, keeps, left_out)
             state.known[_frozen(key)] = known
         state.last = key, known
         return known
@@ -211,7 +214,9 @@ class PlannedLayer:
         differing = self.store.differing(state.base, state.integers) - state.kind.branched
         seen = state.looked_at(given)
         arguments = {(ARGUMENT, str(i)) for i in range(len(given.integers)) if i not in seen}
-        known, looked = learn(layer, given, TraceSetting(key[0], key[1], dynamic=bool(others)), differing | arguments)
+        whole = key[2] is type(None)
+        setting = TraceSetting(key[0], key[1], dynamic=bool(others) or not whole, left_out=None if whole else key[2])
+        known, looked = learn(layer, given, setting, differing | arguments)
         if looked:
             state.kind.branched |= looked - arguments
             state.kind, state.known = self.store.kind(state.base, state.integers)
@@ -282,10 +287,8 @@ def _adapters(layer: nn.Module) -> list[nn.Module]:
 
 def _way(layer: nn.Module, plan: LayerPlan, keeps: KeptInput | None) -> Way:
     """How a layer keeps what the plan keeps."""
-    if keeps is not None:
-        return Way((), [x._replace(codec=keeps.codec if i == 0 else IDENTITY) for i, x in enumerate(plan.outside)])
-    if not plan.packed:
-        return Way((), list(plan.outside))
     codecs = {x.place: x.codec_in(layer) for x in plan.packed}
-    packs = [Packer(codecs[x.place], x.order) for x in plan.packed if not x.outside]
+    if keeps is not None and plan.outside:
+        codecs[plan.outside[0].place] = keeps.codec
+    packs = [x.packer(codecs[x.place]) for x in plan.packed if not x.outside]
     return Way((packs,) if packs else (), [x._replace(codec=codecs.get(x.place, IDENTITY)) for x in plan.outside])

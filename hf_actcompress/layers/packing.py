@@ -11,16 +11,17 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Node
 
-from ..codecs import Codec
+from ..codecs import IDENTITY, Codec
 from ..codecs.feature_maps import on_feature_maps
 from ..compilation.attribution import module_reading, running
 from ..compilation.packing import is_of_a_relu
 from ..compilation.policy import hint, made_by, op_name
-from ..records import Stored
+from ..records import Record, Stored
 from ..records.activations import is_large
-from .codec_marks import OTHER, Mark, codec_mark
+from .codec_marks import OTHER, Mark, codec_mark, order_in_memory
 from .divide import Halves
 from .keeping import opened
+from .rows import Arrangement, TokenSizes, arrangement
 from .rules import made_of_these
 
 aten = torch.ops.aten
@@ -39,31 +40,40 @@ class Packed:
         sign: Whether the codec must not move a value across zero.
         outside: Whether it is an input.
         image: Whether it is [B, C, H, W] of a convolution, so that a row of the codec is an image.
+        rows: How it is seen as rows, some of which are left out; None if it is kept whole.
     """
 
     place: int
-    mark: Mark
+    mark: Mark | None
     order: tuple[int, ...] | None
     sign: bool
     outside: bool
     image: bool = False
+    rows: Arrangement | None = None
 
     def codec_in(self, layer: nn.Module) -> Codec:
         """The codec of one layer."""
-        codec = self.mark.codec_in(layer)
+        codec = IDENTITY if self.mark is None else self.mark.codec_in(layer)
         codec = on_feature_maps(codec) if self.image else codec
         return codec.keeping_sign() if self.sign else codec
 
+    def packer(self, codec: Codec) -> Callable[[Tensor], Record]:
+        """What packs it through a codec, as it lies in memory, as a record."""
+        if self.rows is not None:
+            return self.rows.packer(codec)
+        order = self.order
+        return lambda x: Stored(codec, *codec.pack(x if order is None else x.permute(order)))
 
-class Packer:
-    """Packs an activation through a codec, as a record."""
+    @property
+    def opened(self) -> Callable[[Any], Tensor]:
+        """What opens it in backward."""
+        return opened if self.rows is None and self.order is None else lambda x: self.back(opened(x))
 
-    def __init__(self, codec: Codec, order: tuple[int, ...] | None) -> None:
-        self._codec, self._order = codec, order
-
-    def __call__(self, x: Tensor) -> Stored:
-        """The record of x, packed as it lies in memory."""
-        return Stored(self._codec, *self._codec.pack(x if self._order is None else x.permute(self._order)))
+    def back(self, x: Tensor) -> Tensor:
+        """The tensor, of what is unpacked."""
+        if self.rows is not None:
+            return self.rows.back(x)
+        return x if self.order is None else x.permute([self.order.index(i) for i in range(len(self.order))])
 
 
 @dataclass(frozen=True)
@@ -104,23 +114,38 @@ def _is_image(made: Node) -> bool:
     return made.target is aten.convolution.default and made.meta["val"].dim() == 4
 
 
-def packed_in(halves: Halves, inputs: dict[Node, int], parameters: int, others: Others | None) -> Iterator[Packed]:
-    """What is kept through a codec: that with which a module has marked it, or the layer's for all others."""
+def packed_in(
+    halves: Halves,
+    inputs: dict[Node, int],
+    parameters: int,
+    others: Others | None,
+    sizes: TokenSizes | None,
+    *,
+    codecs: bool,
+) -> Iterator[Packed]:
+    """What is kept through a codec: that with which a module has marked it, or the layer's for all others.
+
+    Without `codecs` nothing is. With `sizes`, rows are left out of all that has the batch's tokens, with a codec or
+    without.
+    """
     weights = made_of_these(halves.forward.graph, halves.inputs[:parameters])
     for i, x in enumerate(halves.kept):
-        mark = codec_mark(x)
-        if mark is None and others is not None and others.take(x, halves, weights):
+        mark = codec_mark(x) if codecs else None
+        if mark is None and codecs and others is not None and others.take(x, halves, weights):
             mark = OTHER
         elif mark is not None and not mark.module and others is not None and not others.attention:
             mark = None
         if mark is not None:
             image = mark == OTHER and _is_image(made_by(x))
-            yield Packed(i, mark, mark.order(x.meta["val"]), is_of_a_relu(made_by(x)), x in inputs, image)
+            order = mark.order(x.meta["val"])
+            rows = None if image or x in inputs else _rows_of(x, sizes, order)
+            yield Packed(i, mark, order, is_of_a_relu(made_by(x)), x in inputs, image, rows)
+        elif (rows := None if x in inputs else _rows_of(x, sizes, None)) is not None:
+            yield Packed(i, None, None, sign=False, outside=False, rows=rows)
 
 
-def opening(packed: Packed) -> Callable[[Any], Tensor]:
-    """What opens a packed tensor in backward."""
-    if packed.order is None:
-        return opened
-    back = [packed.order.index(i) for i in range(len(packed.order))]
-    return lambda x: opened(x).permute(back)
+def _rows_of(x: Node, sizes: TokenSizes | None, order: tuple[int, ...] | None) -> Arrangement | None:
+    value = x.meta["val"]
+    if sizes is None or not isinstance(value, Tensor):
+        return None
+    return arrangement(value, sizes.axes(value), order or order_in_memory(value))

@@ -23,7 +23,9 @@ from .code import forward_code
 from .divide import Halves, divide
 from .keeping import Outside, opened
 from .ordering import lower_peak
-from .packing import Others, Packed, opening, packed_in
+from .packing import Others, Packed, packed_in
+from .row_by_row import left_out
+from .rows import LeftOut, TokenSizes
 from .rules import PRODUCTS, made_of_these
 from .trace import Joint
 
@@ -53,6 +55,7 @@ class LayerPlan:
         repeats: The inputs that autograd is given once more, for each further gradient that it adds up.
         checkpointed: Whether it keeps its inputs, and makes again what it would keep otherwise.
         makes_weights: Whether its backward computes weights, such as an adapted one, from parameters.
+        left_out: What a call checks that leaves rows out; None for a plan that keeps all rows.
     """
 
     forward: Callable[..., tuple[Any, ...]]
@@ -72,6 +75,7 @@ class LayerPlan:
     repeats: tuple[int, ...]
     checkpointed: bool
     makes_weights: bool
+    left_out: LeftOut | None
     _backwards: dict[Any, tuple[Callable[..., Any], tuple[int, ...]]] = field(default_factory=dict)
 
     @cached_property
@@ -94,30 +98,30 @@ class LayerPlan:
         return self._backwards[key]
 
 
-def make_plan(joint: Joint, again: Recompute, others: Others | None = None) -> LayerPlan:
+def make_plan(
+    joint: Joint, again: Recompute, others: Others | None = None, sizes: TokenSizes | None = None
+) -> LayerPlan:
     """Make the plan of a joint graph, which is changed.
 
     Args:
         joint: The graph.
         again: What backward makes again that a layer without checkpointing keeps.
         others: What goes through the layer's codec for all that no module has marked; None: nothing does.
+        sizes: Where the tokens are, if rows of some of them are left out.
     """
     readers = _readers(joint)
     halves, recomputes = divide(joint), again != Recompute.NOTHING
-    if recomputes:
-        halves = checkpointed(halves, again)
+    halves = checkpointed(halves, again) if recomputes else halves
     inputs = halves.inputs
     known = {node: i for i, node in enumerate(inputs)}
-    owned = {node for node, x in halves.read.items() if x not in known} | halves.tangents.keys()
-    lower_peak(halves.backward.graph, owned)
+    lower_peak(halves.backward.graph, {x for x, of in halves.read.items() if of not in known} | halves.tangents.keys())
     repeats = _apart(halves, readers)
     inner = [x for x in halves.kept if x not in known]
-    packed = () if recomputes else tuple(packed_in(halves, known, joint.parameters, others))
+    packed = tuple(packed_in(halves, known, joint.parameters, others, sizes, codecs=not recomputes))
     outside = tuple(Outside(i, IDENTITY) for i, x in enumerate(halves.kept) if _is_activation(x, known, joint))
     inside = [halves.kept[x.place] for x in packed if not x.outside]
-    opens = {x.place: opening(x) for x in packed} | {x.place: opened for x in outside}
-    opens |= {i: opened for i, x in enumerate(halves.kept) if _is_graph(x)}
-    code = BackwardCode(halves, opens)
+    opens = {x.place: x.opened for x in packed} | {x.place: opened for x in outside}
+    code = BackwardCode(halves, opens | {i: opened for i, x in enumerate(halves.kept) if _is_graph(x)})
     return LayerPlan(
         forward=forward_code(halves.forward.graph, inputs, halves.outputs, [*inner, *halves.sizes], inside),
         inputs=len(inputs),
@@ -129,6 +133,7 @@ def make_plan(joint: Joint, again: Recompute, others: Others | None = None) -> L
         outside=outside,
         packed=packed,
         made=() if recomputes else _outputs_made_again(halves, packed, joint.parameters),
+        left_out=None if sizes is None else _left_out(halves, sizes, joint.parameters, outside, packed),
         ungraded=joint.ungraded,
         code=code,
         order=code.order(joint.parameters),
@@ -140,9 +145,18 @@ def make_plan(joint: Joint, again: Recompute, others: Others | None = None) -> L
     )
 
 
+def _left_out(
+    halves: Halves, sizes: TokenSizes, parameters: int, outside: Sequence[Outside], packed: Sequence[Packed]
+) -> LeftOut:
+    dropped = {halves.kept[x.place] for x in packed if x.rows is not None}
+    given = (halves.kept[x.place] for x in outside)
+    dropped |= {x for x in given if sizes.axes(x.meta["val"]) == (0, 1)}
+    return left_out(halves, sizes, parameters, dropped)
+
+
 def _outputs_made_again(halves: Halves, packed: Sequence[Packed], parameters: int) -> tuple[MadeAgain, ...]:
-    orders = {halves.kept[x.place]: x.order for x in packed if not x.outside and x.order is not None}
-    found = (made_again(halves, i, y, orders, parameters) for i, y in enumerate(halves.outputs))
+    backs = {halves.kept[x.place]: x.back for x in packed if not x.outside}
+    found = (made_again(halves, i, y, backs, parameters) for i, y in enumerate(halves.outputs))
     return tuple(made for made in found if made is not None)
 
 

@@ -17,6 +17,7 @@ from ..modules.base import settings_of, stock_type
 from ..ops import opaque
 from ..ops.snapshot import Snapshot
 from ..private_apis import without_dispatch_modes, without_saved_tensor_hooks
+from ..records import Padding
 from ..roles import Role
 from .caches import Slot, is_filled, stand_in
 from .checkpointed import Recompute
@@ -26,6 +27,7 @@ from .numbers import Number
 from .packing import Others
 from .plan import LayerPlan, make_plan
 from .replaced import Replaced
+from .rows import TokenSizes
 from .sizes import Sizes
 from .trace import Joint, NotTraced, first_line, trace, within
 from .trial import try_plan
@@ -73,11 +75,13 @@ class TraceSetting(NamedTuple):
         autocast: The dtype of autocast; None without it.
         again: What backward computes again.
         dynamic: Whether the graph is for any sizes.
+        left_out: Which rows are left out (`Padding` or `RepeatedRows`); None: none.
     """
 
     autocast: torch.dtype | None
     again: Recompute
     dynamic: bool
+    left_out: type | None
 
 
 # the first part of the place of an integer that is an argument of the call; the second is its number
@@ -176,7 +180,8 @@ def _learn(
     returned[0].forget()
     slots = tuple(slot._replace(index=_place(slot.index, noted)) for slot, _ in updates)
     sizes = Sizes(joint) if setting.dynamic else None
-    plan = _made(joint, setting.again, _others(layer))
+    rows = None if setting.left_out is None else TokenSizes(joint, setting.left_out is Padding)
+    plan = _made(joint, setting.again, _others(layer), rows)
     return Known(plan, returned[0], slots, sizes, tuple(made)), {
         place for place, number in noted.items() if number.used
     }
@@ -205,10 +210,10 @@ def _others(layer: nn.Module) -> Others | None:
     return Others(frozenset(inputs), frozenset(rest), attention=settings_of(layer).codec != IDENTITY)  # type: ignore[union-attr]
 
 
-def _made(joint: Joint, again: Recompute, others: Others | None) -> LayerPlan:
+def _made(joint: Joint, again: Recompute, others: Others | None, rows: TokenSizes | None) -> LayerPlan:
     """The plan of a joint graph, tried once. Whatever goes wrong: the layer runs module by module."""
     try:
-        plan = make_plan(joint, again, others)
+        plan = make_plan(joint, again, others, rows)
         with traced_plan():
             try_plan(plan, joint)
     except NotTraced:

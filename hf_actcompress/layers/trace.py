@@ -106,7 +106,7 @@ def trace(
     Raises:
         NotTraced: The code reads data, or does what torch cannot trace.
     """
-    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv() if dynamic else None)
+    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(duck_shape=False) if dynamic else None)
     mode.cache_enabled = not dynamic
     fake = [_fake(mode, x, dynamic and i >= parameters) for i, x in enumerate(inputs)]
     joint, generators = _Joint(call, [x.requires_grad for x in inputs]), OtherGenerators()

@@ -22,7 +22,10 @@ def try_plan(plan: LayerPlan, joint: Joint) -> None:
         pool = (*joint.inputs, *found[: plan.tensors])
         saved = [pool[i] for i, _ in plan.kept] + list(found[plan.tensors :])
         for x in inside:
-            if x.order is not None:
+            if x.rows is not None:
+                # whatever the sizes are
+                saved[x.place] = x.rows.tokens(saved[x.place], (1, -1))
+            elif x.order is not None:
                 saved[x.place] = saved[x.place].permute(x.order)
         run, _ = plan.backward(frozenset(), ())
         grads = run([*saved, *joint.tangents])

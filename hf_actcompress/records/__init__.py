@@ -23,6 +23,8 @@ from .padding import (
     keep,
     padding_in,
     padding_of,
+    restores_rows,
+    rows_in_force,
     rows_left_out,
     shares_rows,
 )
@@ -95,6 +97,8 @@ __all__ = [
     "record_in_order_of",
     "record_of",
     "repeated_rows_of",
+    "restores_rows",
+    "rows_in_force",
     "rows_left_out",
     "run_selectively",
     "save",

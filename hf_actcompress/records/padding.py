@@ -124,6 +124,13 @@ def rows_left_out(x: Tensor) -> Padding | RepeatedRows | None:
     return rows if fits and not checkpointed() else None
 
 
+def rows_in_force() -> Padding | RepeatedRows:
+    """The rows that are not kept in the forward in progress, which leaves some out."""
+    rows = _state.rows
+    assert rows is not None, "no rows are left out in this forward"
+    return rows
+
+
 def padding_in(x: Tensor) -> Padding | None:
     """The padding whose rows of x are dropped in this forward, or None."""
     rows = rows_left_out(x)
@@ -209,6 +216,11 @@ def is_dropped(record: Record) -> bool:
     if isinstance(record, Pending):
         return record.dropped
     return isinstance(record.recipe.recompute, RealRows) or any([is_dropped(source) for source in record.sources])
+
+
+def restores_rows(record: Record) -> bool:
+    """Whether the record is that of rows, to which the others are added when it is read."""
+    return isinstance(record, Derived) and isinstance(record.recipe.recompute, (RealRows, SharedRows))
 
 
 def keeps_nothing_new(record: Record) -> bool:

@@ -84,7 +84,7 @@ def test_real_tokens_that_attend_to_padding_raise() -> None:
 def test_repeated_rows_are_kept_once() -> None:
     batch, results, kept, stock = group(padding=2), [], [], build("llama")
     for share in (False, True):
-        model = patch_model(copy.deepcopy(stock), CompressionConfig(share_prompts=share, plans=False))
+        model = patch_model(copy.deepcopy(stock), CompressionConfig(share_prompts=share))
         results.append(step(model, batch))
         kept.append(kept_of(model, batch))
     assert same(results[1], results[0]) and kept[1] < kept[0]

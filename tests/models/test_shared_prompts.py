@@ -73,7 +73,7 @@ def test_gradients_are_those_of_all_rows(name: str, dtype: torch.dtype, padding:
     """They are bit-equal, because these products compute equal rows from equal rows."""
     torch.manual_seed(0)
     model, batch = build(name, dtype), group(padding, prompts=2)
-    whole = gradients(patch_model(copy.deepcopy(model), CompressionConfig(plans=False)), batch)
+    whole = gradients(patch_model(copy.deepcopy(model), CompressionConfig()), batch)
     shared = gradients(patch_model(model, CompressionConfig(share_prompts=True)), batch)
     assert_equal_bits(shared, whole)
 
@@ -84,7 +84,7 @@ def test_rows_of_prompts_are_kept_once(name: str, codec: str) -> None:
     roles = dict.fromkeys(("linear", "norm", "mlp", "attention"), codec)
 
     def kept(share: bool) -> float:
-        config = CompressionConfig(share_prompts=share, plans=False, **roles)
+        config = CompressionConfig(share_prompts=share, **roles)
         return slope(BUILDS[name], batch=group(), prepare=lambda model: patch_model(model, config)).kept
 
     whole, shared = kept(False), kept(True)
@@ -98,7 +98,7 @@ def test_a_batch_without_repetitions_keeps_the_same() -> None:
     kept = [
         kept_bytes(lambda: model(**batch), "cpu")
         for share in (False, True)
-        if patch_model(model, CompressionConfig(share_prompts=share, plans=False))
+        if patch_model(model, CompressionConfig(share_prompts=share))
     ]
     assert kept[0] == kept[1]
 
