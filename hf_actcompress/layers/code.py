@@ -40,7 +40,7 @@ _PAIRS = {
     DROPPED: Pair(DRAWN, dropout_fwd, lambda first, second: second),
     NORMED: Pair(RSTD, rms_norm_parts, lambda first, second: first),
 }
-_RUNS = {**RUNS, opaque.ATTEND: opaque.attend, opaque.ATTEND_BWD: opaque.attend_bwd}
+_RUNS = {**RUNS, **opaque.RUNS}
 _WITH_NEXT = frozenset(pair.first for pair in _PAIRS.values())
 
 

@@ -26,7 +26,7 @@ from .given import CallArguments, Unknown
 from .handing import Heads, let_go
 from .look import LayerLook, kind_of
 from .plan import LayerPlan
-from .possible import is_plain_weight, why_not
+from .possible import is_plain_weight, opaque_in, why_not
 from .site import LayerSettings
 from .sizes import layout
 from .stages import Stages, stops_of
@@ -242,7 +242,9 @@ class PlannedLayer:
         inputs += [inputs[i] for i in plan.repeats]
         x = given.tensors[0]
         others: dict[str, Sequence[Any]] = {"mask": given.masks, "integer": given.integers}
-        calls = [call.of(module, others) for call, module in zip(known.calls, attentions, strict=True)]
+        calls = [
+            call.of(module, others, plan.checkpointed) for call, module in zip(known.calls, attentions, strict=True)
+        ]
         # what a stage of the backward runs later finds no calls any more
         whole = plan.elements <= stages.SLACK or (calls and keeps is not None)
         stops = () if whole else stops_of(plan.order, inputs, 4 * x.numel())
@@ -266,9 +268,10 @@ def _frozen(key: Any) -> Hashable:
 
 
 def _places(layer: nn.Module) -> list[tuple[dict[str, Any], str]]:
-    """Where the layer's parameters and buffers are, in the order of a snapshot."""
+    """Where the layer's parameters and buffers are, in the order of a snapshot, but for those of opaque modules."""
     found: dict[int, tuple[dict[str, Any], str]] = {}
-    for module in layer.modules():
+    opaque = set(opaque_in(layer))
+    for module in (x for x in layer.modules() if x not in opaque):
         for held in (module._parameters, module._buffers):
             for name, x in held.items():
                 if x is not None:

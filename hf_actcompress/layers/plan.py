@@ -15,7 +15,7 @@ from torch.fx import Node
 from ..codecs import IDENTITY
 from ..compilation.attribution import module_reading, running
 from ..compilation.policy import of_forward
-from ..ops.opaque import ATTEND
+from ..ops.opaque import ATTEND, LINEAR
 from .again import MadeAgain, made_again
 from .backward import BackwardCode, Stops
 from .checkpointed import Recompute, checkpointed, is_of_attention
@@ -168,9 +168,9 @@ def _keeper(x: Node) -> str:
 
 
 def _is_graph(x: Node) -> bool:
-    """Whether a value is the graph of an attention function that no tracer sees into."""
+    """Whether a value is the small graph of a function that no tracer sees into."""
     source = x.args[0] if x.target is operator.getitem and x.args[1] == 1 else None
-    return isinstance(source, Node) and source.target is ATTEND
+    return isinstance(source, Node) and source.target in (ATTEND, LINEAR)
 
 
 def _makes_weights(halves: Halves, parameters: int) -> bool:

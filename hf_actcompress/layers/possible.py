@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..codecs import IDENTITY, Codec, packs_alike
-from ..modules.base import Settings, settings_of
+from ..modules.base import Settings, is_sharded, settings_of
 from ..private_apis import FakeTensor
 from ..roles import Role
 
@@ -29,11 +29,8 @@ def why_not(layer: nn.Module, other: Codec) -> str:
         return f"codec {other} is not for plans"
     if "forward" in vars(layer):
         return "its forward was replaced"
-    parameters = [x for part in layer.modules() for x in part._parameters.values() if x is not None]
-    buffers = [x for part in layer.modules() for x in part._buffers.values() if x is not None]
-    # quantised ones, also in an estimate, whose weights have no data and no class of their own
-    packed = any(not x.is_floating_point() for x in parameters)
-    if packed or not all(map(is_plain_weight, (*parameters, *buffers))):
+    opaque = set(opaque_in(layer))
+    if not all(map(_is_plain, set(layer.modules()) - opaque)) or any(map(is_sharded, opaque)):
         return "a weight is no plain parameter"
     for name, module in layer.named_modules():
         settings = settings_of(module)
@@ -50,6 +47,25 @@ def why_not(layer: nn.Module, other: Codec) -> str:
         if unknown or not packs_alike(settings.codec):
             return f"{name} keeps something in a way that plans do not know"
     return ""
+
+
+def opaque_in(layer: nn.Module) -> list[nn.Module]:
+    """The linear layers in a layer whose weights are quantised, and of which no tracer sees the inside: they have
+    packed numbers or a class of tensors of their own, and no gradients."""
+    return [module for module in layer.modules() if _is_opaque(module)]
+
+
+def _is_opaque(module: nn.Module) -> bool:
+    if not isinstance(module, nn.Linear) or any(True for _ in module.children()) or _is_plain(module):
+        return False
+    return not any(p is not None and p.requires_grad for p in module._parameters.values())
+
+
+def _is_plain(module: nn.Module) -> bool:
+    """Whether a module's own weights are plain numbers. In an estimate, quantised ones have no class of their own."""
+    parameters = [p for p in module._parameters.values() if p is not None]
+    plain = all(map(is_plain_weight, (*parameters, *module._buffers.values())))
+    return plain and all(p.is_floating_point() for p in parameters)
 
 
 def _is_for_modules(attention: Settings) -> bool:

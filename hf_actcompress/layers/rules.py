@@ -11,6 +11,7 @@ from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from ..compilation.policy import CODEC, apply_policy, hint, is_view, make_again, nbytes, numel, of_forward
+from ..ops.opaque import LINEAR
 from .draws import DROPPED
 from .redraw import drawn_from, is_drawn, state_before
 from .trace import Joint
@@ -30,7 +31,7 @@ def tag(joint: Joint) -> None:
     apply_policy(graph, joint.outputs)
     forward = of_forward(graph, joint.outputs)
     weights = made_of_these(graph, joint.placeholders[: joint.parameters])
-    largest = max((numel(_matrix(node).meta["val"]) for node in forward if node.target in PRODUCTS), default=0)
+    largest = max(map(_factor, forward), default=0)
     for node in graph.nodes:
         if node in forward:
             _tag(node, weights, largest, joint.selective)
@@ -90,7 +91,7 @@ def _is_last(node: Node) -> bool:
             if _is_recomputed(x):
                 made.add(x)
                 pending.update(x.all_input_nodes)
-            elif x.target in PRODUCTS:
+            elif _is_product(x):
                 freed += nbytes(x)
     return freed >= nbytes(node) > 0
 
@@ -125,6 +126,22 @@ def _is_of_few(product: Node, largest: int) -> bool:
     matrix = _matrix(product).meta["val"]
     few = matrix.dim() == 2 and hint(matrix.size(0)) * _FEW <= hint(matrix.size(1))
     return few and numel(matrix) * _FEW <= largest
+
+
+def _factor(node: Node) -> int:
+    """How many elements the matrix has that a product reads; 0 for other nodes."""
+    if node.target is LINEAR:
+        tensors: Any = node.args[0]
+        features: Any = node.args[2]
+        return hint(tensors[0].meta["val"].size(-1)) * int(features)
+    return numel(_matrix(node).meta["val"]) if node.target in PRODUCTS else 0
+
+
+def _is_product(x: Node) -> bool:
+    """Whether a node is a product, also one that no tracer sees into."""
+    if x.target is operator.getitem and x.args[1] == 0:
+        return x.args[0].target is LINEAR  # type: ignore[union-attr]
+    return x.target in PRODUCTS
 
 
 def _matrix(product: Node) -> Node:
@@ -164,7 +181,7 @@ def _product_in(x: Node) -> Node | None:
     scaled = {aten._to_copy.default, aten.mul.Tensor}
     while x.op == "call_function" and (is_view(x) or (x.target in scaled and len(x.all_input_nodes) == 1)):
         x = x.all_input_nodes[0]
-    return x if x.op == "call_function" and x.target in PRODUCTS else None
+    return x if x.op == "call_function" and _is_product(x) else None
 
 
 def _narrowest(node: Node) -> Node:

@@ -24,8 +24,10 @@ from .checkpointed import Recompute
 from .codec_marks import attention_marks, name_codecs, other_codec
 from .given import CallArguments, Returned, Unknown
 from .numbers import Number
+from .opaque_linear import node_of
 from .packing import Others
 from .plan import LayerPlan, make_plan
+from .possible import opaque_in
 from .replaced import Replaced
 from .rows import TokenSizes
 from .sizes import Sizes
@@ -189,9 +191,12 @@ def _learn(
 
 def _copied(layer: nn.Module) -> Snapshot:
     """What runs in a trace: copies of the layer's modules, which note whose nodes they make and name their codecs."""
-    snapshot = Snapshot(layer, _code, buffers=True)
+    opaque_modules = opaque_in(layer)
+    snapshot = Snapshot(layer, _code, buffers=True, without=opaque_modules)
     name_codecs(snapshot, layer)
     names = {module: name for name, module in layer.named_modules()}
+    for module in opaque_modules:
+        snapshot.replace(module, "forward", node_of(module, names[module]))
     for module, name in names.items():
         snapshot.replace(module, opaque.PATH, name)
     snapshot.around(lambda module, forward: within(names[module], forward))

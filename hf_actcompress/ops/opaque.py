@@ -1,5 +1,5 @@
-"""Attention that a tracer cannot look into, as one node of a layer's graph: flash, flex and hub kernels, and ours for
-packed rows.
+"""What a tracer cannot look into, as one node of a layer's graph: attention by flash, flex and hub kernels, and ours
+for packed rows; linear layers with quantised weights.
 
 In a trace the node says what shapes come out. When the graph runs, the function itself is called, under autograd: what
 it keeps is kept by its own small graph, which crosses from the layer's forward to its backward (`Ran`). The layer's
@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -27,10 +28,15 @@ from .autocast import autocast_dtype
 from .snapshot import with_attributes
 
 _LIBRARY = torch.library.Library("hf_actcompress", "FRAGMENT")  # type: ignore[no-untyped-call]
-_LIBRARY.define("opaque_attention(Tensor[] tensors, int call) -> (Tensor, Tensor)")  # type: ignore[no-untyped-call]
-_LIBRARY.define("opaque_attention_bwd(Tensor ran, Tensor dout, int call) -> Tensor[]")  # type: ignore[no-untyped-call]
+for _name, _rest in (("attention", ""), ("linear", ", int features, ScalarType dtype")):
+    _LIBRARY.define(f"opaque_{_name}(Tensor[] tensors, int call{_rest}) -> (Tensor, Tensor)")  # type: ignore[no-untyped-call]
+    _LIBRARY.define(f"opaque_{_name}_bwd(Tensor ran, Tensor dout, int call) -> Tensor[]")  # type: ignore[no-untyped-call]
 ATTEND = torch.ops.hf_actcompress.opaque_attention.default
 ATTEND_BWD = torch.ops.hf_actcompress.opaque_attention_bwd.default
+LINEAR = torch.ops.hf_actcompress.opaque_linear.default
+LINEAR_BWD = torch.ops.hf_actcompress.opaque_linear_bwd.default
+# says how many features and which dtype a linear layer returns, of what it is given and the dtype of autocast
+Features = Callable[[Tensor, torch.dtype | None], tuple[int, torch.dtype]]
 # the attribute of a module's copy, in a trace, that says where in the layer the module is
 PATH = "actcompress_path"
 _NOTHING = nullcontext()
@@ -54,7 +60,7 @@ class Ran(NamedTuple):
     box: Box
 
 
-# a call of an attention function: of its tensors, the output and what crosses to backward
+# a call of an opaque function: of its tensors, the output and what crosses to backward
 Run = Callable[[Sequence[Tensor]], tuple[Tensor, Ran]]
 
 
@@ -95,11 +101,11 @@ class _Place(NamedTuple):
 
 @dataclass(frozen=True)
 class OpaqueCall:
-    """One call of an attention function in a layer's code.
+    """One call of an opaque function in a layer's code.
 
     Attributes:
-        function: The function.
-        path: The module that it is given, by its name in the layer.
+        function: The function. It returns the output first.
+        path: The module that it is given first, by its name in the layer.
         leaves, tree: Its other arguments.
         wanted: Which of its tensors want a gradient.
         autocast: The device and the dtype of autocast in the forward; None without it.
@@ -114,10 +120,15 @@ class OpaqueCall:
     autocast: tuple[str, torch.dtype] | None
     draws: bool
 
-    def of(self, module: nn.Module, given: Mapping[str, Sequence[Any]]) -> Run:
-        """The call in one call of a layer, whose attention is `module`."""
-        # as it is now: a checkpointed layer calls the function again in its backward
-        module = with_attributes(type(module), vars(module))
+    def of(self, module: nn.Module, given: Mapping[str, Sequence[Any]], again: bool) -> Run:
+        """The call in one call of a layer, whose attention or linear layer is `module`.
+
+        `again`: whether the backward calls the function once more, with the module as it is now.
+        """
+        if again:
+            state = vars(module)
+            own = {name: dict(state[name]) for name in ("_parameters", "_buffers")}
+            module = with_attributes(type(module), {**state, **own})
 
         def run(tensors: Sequence[Tensor]) -> tuple[Tensor, Ran]:
             with above_autograd(), torch.enable_grad():
@@ -199,53 +210,98 @@ def attention(function: Callable[..., Any], module: nn.Module, *args: Any, **kwa
         elif isinstance(x, Tensor):
             leaves[i] = _Place("tensor", len(tensors))
             tensors.append(x)
+    path, draws = vars(module)[PATH], bool(kwargs.get("dropout"))
+    return _node(function, path, tuple(leaves), tree, tensors, draws, (ATTEND, ATTEND_BWD)), None
+
+
+def linear(function: Callable[..., Any], path: str, features: Features, x: Tensor) -> Tensor:
+    """What a linear layer returns, in a trace: [..., out] as one node.
+
+    Args:
+        function: It is called with the layer and x, and returns the output in a tuple.
+        path: The layer, by its name in the layer that is traced.
+        features: Says how many features and which dtype the output has, of x and the dtype of autocast.
+        x: [..., in].
+    """
+    dtype = autocast_dtype(x)
+    leaves, tree = pytree.tree_flatten(((_Place("tensor", 0),), {}), is_leaf=lambda leaf: isinstance(leaf, _Place))
+    return _node(function, path, tuple(leaves), tree, [x], False, (LINEAR, LINEAR_BWD), *features(x, dtype))
+
+
+def _node(
+    function: Callable[..., Any],
+    path: str,
+    leaves: tuple[Any, ...],
+    tree: Any,
+    tensors: Sequence[Tensor],
+    draws: bool,
+    ops: tuple[Any, Any],
+    *rest: Any,
+) -> Tensor:
+    assert _state.made is not None, "a layer is traced"
     dtype = autocast_dtype(tensors[0])
     autocast = None if dtype is None else (tensors[0].device.type, dtype)
     wanted = tuple(x.requires_grad for x in tensors)
-    call = OpaqueCall(function, vars(module)[PATH], tuple(leaves), tree, wanted, autocast, bool(kwargs.get("dropout")))
-    _state.made.append(call)
-    return _Attention.apply(len(_state.made) - 1, wanted, *tensors), None  # type: ignore[no-untyped-call]
+    _state.made.append(OpaqueCall(function, path, leaves, tree, wanted, autocast, draws))
+    y: Tensor = _Node.apply(ops, len(_state.made) - 1, rest, wanted, *tensors)  # type: ignore[no-untyped-call]
+    return y
 
 
-class _Attention(torch.autograd.Function):
+class _Node(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, number: int, wanted: tuple[bool, ...], *tensors: Tensor) -> Tensor:
-        out, ran = ATTEND(list(tensors), number)
+    def forward(
+        ctx: Any, ops: tuple[Any, Any], number: int, rest: tuple[Any, ...], wanted: tuple[bool, ...], *tensors: Tensor
+    ) -> Tensor:
+        out, ran = ops[0](list(tensors), number, *rest)
         ctx.save_for_backward(ran)
-        ctx.number, ctx.wanted = number, wanted
+        ctx.op, ctx.number, ctx.wanted = ops[1], number, wanted
         return out  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> Any:  # type: ignore[override]
-        found = iter(ATTEND_BWD(*ctx.saved_tensors, dout, ctx.number))
-        return None, None, *(next(found) if wanted else None for wanted in ctx.wanted)
+        found = iter(ctx.op(*ctx.saved_tensors, dout, ctx.number))
+        return None, None, None, None, *(next(found) if wanted else None for wanted in ctx.wanted)
 
 
 @torch.library.register_fake("hf_actcompress::opaque_attention", lib=_LIBRARY)
 def _attend(tensors: list[Tensor], call: int) -> tuple[Tensor, Tensor]:
     q, v = tensors[0], tensors[2]
-    if _state.made is not None:
-        wanted = _state.made[call].wanted
-        _state.likes[call] = [x for x, w in zip(tensors, wanted, strict=True) if w]
+    _note(tensors, call)
     out = q.new_empty((q.size(0), q.size(2), q.size(1), v.size(-1)))
     return out, q.new_empty(1, dtype=torch.uint8)
 
 
+@torch.library.register_fake("hf_actcompress::opaque_linear", lib=_LIBRARY)
+def _linear(tensors: list[Tensor], call: int, features: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    (x,) = tensors
+    _note(tensors, call)
+    return x.new_empty((*x.shape[:-1], features), dtype=dtype), x.new_empty(1, dtype=torch.uint8)
+
+
+def _note(tensors: Sequence[Tensor], call: int) -> None:
+    if _state.made is not None:
+        wanted = _state.made[call].wanted
+        _state.likes[call] = [x for x, w in zip(tensors, wanted, strict=True) if w]
+
+
 @torch.library.register_fake("hf_actcompress::opaque_attention_bwd", lib=_LIBRARY)
-def _attend_bwd(ran: Tensor, dout: Tensor, call: int) -> list[Tensor]:
+@torch.library.register_fake("hf_actcompress::opaque_linear_bwd", lib=_LIBRARY)
+def _backward(ran: Tensor, dout: Tensor, call: int) -> list[Tensor]:
     return [torch.empty_like(x) for x in _state.likes[call]]
 
 
-def attend(tensors: list[Tensor], call: int) -> tuple[Tensor, Ran]:
+def _run(
+    fake: Callable[..., tuple[Tensor, Tensor]], tensors: list[Tensor], call: int, *rest: Any
+) -> tuple[Tensor, Ran]:
     """In a graph that runs: the output, and what crosses to backward."""
     if isinstance(tensors[0], FakeTensor) and not _state.running:
         # a plan's code is tried on tensors without data, and without a layer
-        out, _ = _attend(tensors, call)
+        out, _ = fake(tensors, call, *rest)
         return out, Ran(out.new_empty(0), Box([(x.shape, x.dtype) for x in tensors if x.is_floating_point()]))
     return _state.running[call](tensors)
 
 
-def attend_bwd(ran: Ran, dout: Tensor, call: int) -> list[Tensor]:
+def _run_backward(ran: Ran, dout: Tensor, call: int) -> list[Tensor]:
     """In a graph that runs: the gradients of the tensors that want one."""
     box = ran.box
     if not ran.end.requires_grad:
@@ -257,3 +313,12 @@ def attend_bwd(ran: Ran, dout: Tensor, call: int) -> list[Tensor]:
     grads, box.grads, box.dout = box.grads, (), None
     likes = zip(grads, box.likes, strict=True)
     return [dout.new_zeros(shape, dtype=dtype) if x is None else x for x, (shape, dtype) in likes]
+
+
+# what each op runs
+RUNS: dict[Any, Callable[..., Any]] = {
+    ATTEND: partial(_run, _attend),
+    LINEAR: partial(_run, _linear),
+    ATTEND_BWD: _run_backward,
+    LINEAR_BWD: _run_backward,
+}

@@ -8,7 +8,7 @@ attributes, the children and the weights of the forward.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -37,6 +37,7 @@ class Snapshot:
         code: Takes a copy of the module, and returns the function that runs again.
         weights: Which weights the op returns gradients for: "all", "own" (not those of children), or "none".
         buffers: Whether buffers count as weights.
+        without: Modules whose own tensors do not count.
 
     Attributes:
         tensors: These weights, each once, in the order of the op's arguments.
@@ -44,10 +45,28 @@ class Snapshot:
             and its gradients would be lost.
     """
 
-    __slots__ = ("_code", "_index", "_lists", "_parts", "_versions", "_weights", "_wrap", "is_closed", "tensors")
+    __slots__ = (
+        "_code",
+        "_index",
+        "_lists",
+        "_parts",
+        "_versions",
+        "_weights",
+        "_without",
+        "_wrap",
+        "is_closed",
+        "tensors",
+    )
 
-    def __init__(self, module: nn.Module, code: _Code, weights: str = "all", buffers: bool = False) -> None:
-        self._code = code
+    def __init__(
+        self,
+        module: nn.Module,
+        code: _Code,
+        weights: str = "all",
+        buffers: bool = False,
+        without: Collection[nn.Module] = (),
+    ) -> None:
+        self._code, self._without = code, without
         self._wrap: Callable[[nn.Module, Callable[..., Any]], Callable[..., Any]] | None = None
         self.tensors: list[Tensor] = []
         # by the id of a weight: its place in `tensors`, if it has one
@@ -81,7 +100,7 @@ class Snapshot:
             if x is not None and id(x) not in self._weights:
                 # the data of now, as stock's views keep it: a later `param.data = ...` changes only the parameter
                 self._weights[id(x)] = x, x.detach() if type(x) is nn.Parameter else x, x.requires_grad
-        if weights != "none":
+        if weights != "none" and module not in self._without:
             self._count(state["_parameters"].values())
             self._count(state["_buffers"].values() if buffers else ())
         for child in state["_modules"].values():
