@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from hf_actcompress import patch_model, unpatch_model
+from hf_actcompress import CompressionConfig, kept_bytes, patch_model, unpatch_model
 from tests.families import BODY, VOCAB, Batch, differing, relative_error, step
+from tests.layers.plans import calls, plans_of
 
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
@@ -124,6 +125,59 @@ def test_bitsandbytes_as_loaded(bits: int, dtype: torch.dtype, tmp_path: Path) -
     stock = _lora(_loaded(tmp_path, bits, dtype))
     ours = patch_model(_lora(_loaded(tmp_path, bits, dtype)), BODY)
     _assert_same_step(ours, stock, dtype)
+
+
+@bits_and_dtypes
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
+def test_bitsandbytes_runs_by_plans(bits: int, dtype: torch.dtype, checkpointing: bool, tmp_path: Path) -> None:
+    """A quantised layer is one node of its layer's graph. What is kept is what modules keep, or less."""
+    _bitsandbytes()
+    results, kept = [], []
+    for plans in (None, False, True):
+        model = _loaded(tmp_path, bits, dtype)
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+            model.enable_input_require_grads()
+        model = _lora(model)
+        if plans is not None:
+            patch_model(model, CompressionConfig(loss_head=False, plans=plans))
+        results.append(step(model, _batch()))
+        kept.append(kept_bytes(lambda model=model: model(**_batch()).loss, "cpu"))  # type: ignore[misc]
+    stock, _, ours = results
+    assert torch.equal(stock[0], ours[0]) and not differing(ours[1], stock[1])
+    assert calls(model) == [2, 2] and not any(found.leaf_calls for found in plans_of(model))
+    assert kept[2] <= 1.01 * kept[1] and kept[2] < kept[0]
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_bitsandbytes_without_padding(bits: int, tmp_path: Path) -> None:
+    _bitsandbytes()
+    results = []
+    for drop in (False, True):
+        model = patch_model(_lora(_loaded(tmp_path, bits, torch.float32)), CompressionConfig(drop_padding=drop))
+        results.append(step(model, _batch()))
+        assert calls(model) == [1, 1]
+    assert torch.equal(results[0][0], results[1][0])
+    assert relative_error(results[1][1], results[0][1]) < TOLERANCE
+
+
+def test_bitsandbytes_layers_that_change_before_the_backward(tmp_path: Path) -> None:
+    """A checkpointed layer runs quantised layers again as they were in the forward."""
+    bnb, grads = _bitsandbytes(), []
+    for change in (False, True):
+        model = _loaded(tmp_path, 4, torch.float32)
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.enable_input_require_grads()
+        model = patch_model(_lora(model))
+        loss = model(**_batch()).loss
+        if change:
+            for module in model.modules():
+                if isinstance(module, bnb.nn.Linear4bit):
+                    module.weight = nn.Parameter(torch.zeros(1), requires_grad=False)
+            model.eval()
+        loss.backward()
+        grads.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    assert not differing(*grads)
 
 
 # torchao: the weight of a plain nn.Linear becomes a tensor subclass

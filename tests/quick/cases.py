@@ -12,13 +12,6 @@ from tests.quick.reference import FILE, MODES, PRESETS
 CASES: list[dict[str, Any]] = json.loads(FILE.read_text())
 # how far the formula may be from the estimate
 WITHIN = 0.03
-# The formula was fitted before layers ran by plans, and is wrong by these factors until it is fitted again: plans make
-# the probabilities of attention in fp32 with grouped heads again, which the formula counts as kept.
-OFF = {
-    "Gemma-3-4B-bf16-exact": 1.054,
-    # what it keeps is 9% too low: plans keep the states of two dropouts per layer
-    "GPT-2 medium-fp32-exact + 8-bit checkpoint": 1.002,
-}
 LLAMA = PRESETS["Llama-3.2-1B"]
 ROBERTA = PRESETS["RoBERTa base (classification)"]
 

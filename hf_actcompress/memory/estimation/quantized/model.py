@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ....errors import ModelConfigError
+from ....reference.device_rules import device_rules
 from .experts import PackedExperts, pack_experts
 from .formats import BLOCK, FORMATS, TORCHAO, Format, format_of, method_of
 from .layers import features, is_wanted, packed_layers, unpacked_note
@@ -66,12 +67,36 @@ class _Product(torch.autograd.Function):
         ctx.layer, ctx.shape = layer, x.shape
         if layer.stored.holds_input:
             ctx.held = x.reshape(-1, x.size(-1))
-        return nn.functional.linear(x, _unpacked(layer, x), bias)
+            if not _on_cpu(x):
+                return _of_integers(layer, x)
+        return nn.functional.linear(x, _scaled(layer, x), bias)
 
     @staticmethod
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         dbias = dy.flatten(0, -2).sum(0) if ctx.needs_input_grad[1] else None
-        return dy @ _unpacked(ctx.layer, dy) if ctx.needs_input_grad[0] else None, dbias, None
+        return dy @ _scaled(ctx.layer, dy) if ctx.needs_input_grad[0] else None, dbias, None
+
+
+def _of_integers(layer: QuantizedLinear, x: Tensor) -> Tensor:
+    """A product of 8-bit integers, whose sums have 32 bits until they are scaled."""
+    shape = (*x.shape[:-1], layer.out_features)
+    sums = x.new_empty(shape, dtype=torch.int32)
+    return torch.empty_like(sums, dtype=x.dtype)
+
+
+def _scaled(layer: QuantizedLinear, like: Tensor) -> Tensor:
+    """The weight in a tensor's dtype. 8-bit integers are cast and multiplied by fp32 scales in place, which a CPU does
+    in fp32."""
+    weight = _unpacked(layer, like)
+    if layer.stored.holds_input and _on_cpu(like) and like.dtype != torch.float32:
+        # the weight in fp32, and the product
+        _ = [weight.new_empty(weight.shape, dtype=torch.float32) for _ in range(2)]
+    return weight
+
+
+def _on_cpu(x: Tensor) -> bool:
+    rules = device_rules()
+    return x.device.type == "cpu" and (rules is None or rules.on_cpu)
 
 
 def _unpacked(layer: QuantizedLinear, like: Tensor) -> Tensor:
