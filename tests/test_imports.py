@@ -42,6 +42,7 @@ LEVELS: tuple[tuple[str, ...], ...] = (
     ("modules",),
     ("models",),
     ("extension",),
+    ("graphs",),
     ("layers",),
     ("reporting",),
     ("patching",),

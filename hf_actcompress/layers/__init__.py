@@ -1,10 +1,9 @@
 """Layers by plans: a layer's forward and backward come from its own joint graph.
 
-A layer's code and autograd's own backward of it are traced once per kind of layer (`trace`), each node of the graph is
-kept or made again by the compiler's policy (`rules`), torch's partitioner divides the graph in two (`divide`), and both
-run as straight-line code (`code`, `backward`) in one autograd Function (`function`). Backward reads nothing from the
-module. Each call of a layer looks for its plan (`layer`, `look`, `given`); plans are shared by layers of one kind
-(`store`). Calls without a plan run module by module.
+A layer's code and autograd's own backward of it are traced once per kind of layer, and a plan is made of the graph
+(`graphs/`). One autograd Function runs it (`function`), whose backward reads nothing from the module. Each call of a
+layer looks for its plan (`layer`, `look`, `given`); plans are shared by layers of one kind (`store`). Calls without a
+plan run module by module.
 """
 
 from __future__ import annotations
@@ -14,11 +13,11 @@ from torch import nn
 from ..codecs import IDENTITY, Codec, packs_alike
 from ..codecs.table import CODECS
 from ..config import CompressionConfig
+from ..graphs.codec_marks import has_attention
 from ..models.sites import Site
 from ..modules.base import settings_of
 from ..modules.checkpoint import CHECKPOINT_FUNCTION, CheckpointSettings
 from ..roles import Role
-from .codec_marks import has_attention
 from .layer import PlannedLayer
 from .look import kind_of
 from .possible import why_not

@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.fx import traceback
 from transformers import DynamicCache, EncoderDecoderCache
 
+from ..graphs.trace import LAID_OUT
 from ..models.empty_cache import fill
-from .trace import LAID_OUT
 
 # the parts of a decoder's cache that attends to an encoder, too
 _PARTS = ("self_attention_cache", "cross_attention_cache")

@@ -9,15 +9,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..graphs.keeping import Outside, put_together, taken_apart
+from ..graphs.plan import LayerPlan
+from ..graphs.rows import Checks, LeftOut
 from ..ops import opaque
 from ..ops.autocast import autocast_off
 from ..ops.first_order import once_differentiable
 from ..private_apis import bare_apply, below_autograd
 from ..records import Record, current, record_of, rows_in_force, saved_next
 from .handing import Heads, no_views, with_heads
-from .keeping import Outside, put_together, taken_apart
-from .plan import LayerPlan
-from .rows import Checks, LeftOut
 from .stages import Stages, no_gradients, run_backward, stages_of
 
 

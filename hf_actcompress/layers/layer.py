@@ -9,6 +9,10 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 
 from ..codecs import IDENTITY
+from ..graphs.checkpointed import recompute_of
+from ..graphs.codec_marks import other_codec
+from ..graphs.plan import LayerPlan
+from ..graphs.sizes import layout
 from ..modules.base import is_sharded, recording, settings_of
 from ..modules.checkpoint import KeptInput
 from ..ops.autocast import autocast_dtype
@@ -19,16 +23,12 @@ from ..records import applied, rows_left_out
 from ..records import checkpointed as is_checkpointed
 from . import handing, stages
 from .caches import Slot, fill_slots
-from .checkpointed import recompute_of
-from .codec_marks import other_codec
 from .function import PlanFunction, Way
 from .given import CallArguments, Unknown
 from .handing import Heads, let_go
 from .look import LayerLook, kind_of
-from .plan import LayerPlan
 from .possible import is_plain_weight, opaque_in, why_not
 from .site import LayerSettings
-from .sizes import layout
 from .stages import Stages, stops_of
 from .store import ARGUMENT, Kind, Known, Store, TraceSetting, learn
 

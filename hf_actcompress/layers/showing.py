@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import nn
 
+from ..graphs.plan import LayerPlan
 from ..modules.base import settings_of
-from .plan import LayerPlan
 from .site import LayerSettings
 
 

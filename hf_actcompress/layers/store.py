@@ -12,6 +12,15 @@ from torch import Tensor, nn
 
 from ..codecs import IDENTITY
 from ..compilation import traced_plan
+from ..graphs.checkpointed import Recompute
+from ..graphs.codec_marks import attention_marks, name_codecs, other_codec
+from ..graphs.packing import Others
+from ..graphs.plan import LayerPlan, make_plan
+from ..graphs.replaced import Replaced
+from ..graphs.rows import TokenSizes
+from ..graphs.sizes import Sizes
+from ..graphs.trace import Joint, NotTraced, first_line, trace, within
+from ..graphs.trial import try_plan
 from ..models.attention_interface import foreign_functions_are_nodes
 from ..modules.base import settings_of, stock_type
 from ..ops import opaque
@@ -20,19 +29,10 @@ from ..private_apis import without_dispatch_modes, without_saved_tensor_hooks
 from ..records import Padding
 from ..roles import Role
 from .caches import Slot, is_filled, stand_in
-from .checkpointed import Recompute
-from .codec_marks import attention_marks, name_codecs, other_codec
 from .given import CallArguments, Returned, Unknown
 from .numbers import Number
 from .opaque_linear import node_of
-from .packing import Others
-from .plan import LayerPlan, make_plan
 from .possible import opaque_in
-from .replaced import Replaced
-from .rows import TokenSizes
-from .sizes import Sizes
-from .trace import Joint, NotTraced, first_line, trace, within
-from .trial import try_plan
 
 
 @dataclass

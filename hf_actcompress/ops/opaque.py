@@ -25,6 +25,7 @@ from torch.utils import _pytree as pytree
 from ..private_apis import FakeTensor, above_autograd
 from ..records import current
 from .autocast import autocast_dtype
+from .opaque_graph import Box, End, Enter, Ran, run_backward
 from .snapshot import with_attributes
 
 _LIBRARY = torch.library.Library("hf_actcompress", "FRAGMENT")  # type: ignore[no-untyped-call]
@@ -42,54 +43,8 @@ PATH = "actcompress_path"
 _NOTHING = nullcontext()
 
 
-class Box:
-    """Gradients on their way into the small graph, and out of it, in one backward."""
-
-    __slots__ = ("dout", "grads", "likes")
-
-    def __init__(self, likes: Sequence[tuple[torch.Size, torch.dtype]]) -> None:
-        self.likes = likes
-        self.dout: Tensor | None = None
-        self.grads: Sequence[Tensor | None] = ()
-
-
-class Ran(NamedTuple):
-    """What crosses from forward to backward: the end of the small graph, a tensor without elements, and its box."""
-
-    end: Tensor
-    box: Box
-
-
 # a call of an opaque function: of its tensors, the output and what crosses to backward
 Run = Callable[[Sequence[Tensor]], tuple[Tensor, Ran]]
-
-
-class _Enter(torch.autograd.Function):
-    """The tensors that want a gradient, which backward leaves in the box. `start` wants one in their place."""
-
-    @staticmethod
-    def forward(ctx: Any, box: Box, start: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.box = box
-        ctx.set_materialize_grads(False)
-        return tuple(x.detach() for x in tensors)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> Any:  # type: ignore[override]
-        ctx.box.grads = grads
-        return (None,) * (2 + len(grads))
-
-
-class _End(torch.autograd.Function):
-    """A tensor without elements, whose backward begins with the gradient in the box. So nothing is kept of `out`."""
-
-    @staticmethod
-    def forward(ctx: Any, box: Box, out: Tensor) -> Tensor:
-        ctx.box = box
-        return out.new_empty(0)
-
-    @staticmethod
-    def backward(ctx: Any, _: Tensor) -> Any:  # type: ignore[override]
-        return None, ctx.box.dout
 
 
 class _Place(NamedTuple):
@@ -135,7 +90,7 @@ class OpaqueCall:
                 graded = [x for x, w in zip(tensors, self.wanted, strict=True) if w]
                 box = Box([(x.shape, x.dtype) for x in graded])
                 start = tensors[0].new_empty(0).requires_grad_()
-                entered = iter(_Enter.apply(box, start, *graded))  # type: ignore[no-untyped-call]
+                entered = iter(Enter.apply(box, start, *graded))  # type: ignore[no-untyped-call]
                 own = [next(entered) if w else x for x, w in zip(tensors, self.wanted, strict=True)]
                 places = {**given, "tensor": own}
                 leaves = [places[x.kind][x.number] if isinstance(x, _Place) else x for x in self.leaves]
@@ -144,7 +99,7 @@ class OpaqueCall:
                 within = nullcontext() if current.watcher is None else current.watcher.within(self.path)
                 with within, torch.autocast(device, dtype, enabled=dtype is not None, cache_enabled=False):
                     out: Tensor = self.function(module, *args, **kwargs)[0]
-                return out.detach(), Ran(_End.apply(box, out), box)  # type: ignore[no-untyped-call]
+                return out.detach(), Ran(End.apply(box, out), box)  # type: ignore[no-untyped-call]
 
         return run
 
@@ -301,24 +256,10 @@ def _run(
     return _state.running[call](tensors)
 
 
-def _run_backward(ran: Ran, dout: Tensor, call: int) -> list[Tensor]:
-    """In a graph that runs: the gradients of the tensors that want one."""
-    box = ran.box
-    if not ran.end.requires_grad:
-        return [dout.new_empty(shape, dtype=dtype) for shape, dtype in box.likes]
-    box.dout = dout
-    with above_autograd():
-        # the layer's backward may run again; what is not needed any more is freed with the last reference
-        torch.autograd.backward(ran.end, ran.end.new_empty(0), retain_graph=True)
-    grads, box.grads, box.dout = box.grads, (), None
-    likes = zip(grads, box.likes, strict=True)
-    return [dout.new_zeros(shape, dtype=dtype) if x is None else x for x, (shape, dtype) in likes]
-
-
 # what each op runs
 RUNS: dict[Any, Callable[..., Any]] = {
     ATTEND: partial(_run, _attend),
     LINEAR: partial(_run, _linear),
-    ATTEND_BWD: _run_backward,
-    LINEAR_BWD: _run_backward,
+    ATTEND_BWD: run_backward,
+    LINEAR_BWD: run_backward,
 }

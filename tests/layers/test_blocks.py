@@ -16,9 +16,9 @@ from transformers import BloomConfig, BloomForCausalLM, LlamaConfig, LlamaForCau
 from hf_actcompress import PRESETS, CompressionConfig, kept_bytes, patch_model, patch_report, unpatch_model
 from hf_actcompress.codecs import IDENTITY
 from hf_actcompress.errors import UnknownOptionError
+from hf_actcompress.graphs.trace import MOST_CALLS
 from hf_actcompress.layers import layer as layers
 from hf_actcompress.layers.look import kind_of
-from hf_actcompress.layers.trace import MOST_CALLS
 from hf_actcompress.models.attention import find_attention
 from hf_actcompress.modules.base import PatchedModule, settings_of
 from tests.layers.blocks import STACKS, WIDTH, Block, PlainList, Stack

@@ -11,10 +11,10 @@ import torch
 from torch import nn
 
 from hf_actcompress import patch_model, unpatch_model
+from hf_actcompress.graphs.backward import BackwardCode
+from hf_actcompress.graphs.plan import LayerPlan
 from hf_actcompress.layers import show, stages
-from hf_actcompress.layers.backward import BackwardCode
 from hf_actcompress.layers.numbers import Number
-from hf_actcompress.layers.plan import LayerPlan
 from hf_actcompress.modules.base import settings_of
 from tests.families import BY_NAME, differing, mode_of, step
 from tests.layers.plans import PLANS, assert_all_ran, assert_stock_bits, by_plans, plans_of

@@ -10,9 +10,9 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from hf_actcompress import estimate, kept_bytes, measure_step, patch_model
-from hf_actcompress.layers import code
-from hf_actcompress.layers.code import forward_code
-from hf_actcompress.layers.ordering import lower_peak
+from hf_actcompress.graphs import code
+from hf_actcompress.graphs.code import forward_code
+from hf_actcompress.graphs.ordering import lower_peak
 from tests.layers.plans import assert_all_ran, by_plans
 from tests.slopes import VOCAB, bert, gpt2, llama
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from ..codecs import IDENTITY, Codec
-from ..ops.opaque import Box, Ran
+from ..ops.opaque_graph import Box, Ran
 from ..private_apis import above_autograd
 from ..records import Derived, Record, Stored, is_dropped, known_record, record_of, stored_exact
 from ..records.saving import Leaves, Slot, count, slot_of, slot_of_new
