@@ -177,8 +177,8 @@ def made_of_these(graph: Graph, given: Collection[Node]) -> set[Node]:
 
 
 def _product_in(x: Node) -> Node | None:
-    """The product that x is, perhaps scaled, cast or seen otherwise; None if it is something else."""
-    scaled = {aten._to_copy.default, aten.mul.Tensor}
+    """The product that x is, perhaps scaled, copied, cast or seen otherwise; None if it is something else."""
+    scaled = {aten._to_copy.default, aten.clone.default, aten.mul.Tensor}
     while x.op == "call_function" and (is_view(x) or (x.target in scaled and len(x.all_input_nodes) == 1)):
         x = x.all_input_nodes[0]
     return x if x.op == "call_function" and _is_product(x) else None

@@ -41,9 +41,9 @@ def _batch() -> Batch:
     return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
 
 
-def _lora(model: Any) -> Any:
+def _lora(model: Any, rank: int = 4) -> Any:
     torch.manual_seed(1)
-    config = peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=TARGETS, init_lora_weights=False)
+    config = peft.LoraConfig(task_type="CAUSAL_LM", r=rank, target_modules=TARGETS, init_lora_weights=False)
     return peft.get_peft_model(model, config).train()
 
 
@@ -128,9 +128,14 @@ def test_bitsandbytes_as_loaded(bits: int, dtype: torch.dtype, tmp_path: Path) -
 
 
 @bits_and_dtypes
-@pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
-def test_bitsandbytes_runs_by_plans(bits: int, dtype: torch.dtype, checkpointing: bool, tmp_path: Path) -> None:
-    """A quantised layer is one node of its layer's graph. What is kept is what modules keep, or less."""
+@pytest.mark.parametrize(("checkpointing", "rank"), [(False, 4), (False, 16), (True, 4)])
+def test_bitsandbytes_runs_by_plans(
+    bits: int, dtype: torch.dtype, checkpointing: bool, rank: int, tmp_path: Path
+) -> None:
+    """A quantised layer is one node of its layer's graph. What is kept is what modules keep, or less.
+
+    An adapter's second product of 16 features is not cheap to make again, so the sum with the base layer's is kept.
+    """
     _bitsandbytes()
     results, kept = [], []
     for plans in (None, False, True):
@@ -138,7 +143,7 @@ def test_bitsandbytes_runs_by_plans(bits: int, dtype: torch.dtype, checkpointing
         if checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
             model.enable_input_require_grads()
-        model = _lora(model)
+        model = _lora(model, rank)
         if plans is not None:
             patch_model(model, CompressionConfig(loss_head=False, plans=plans))
         results.append(step(model, _batch()))
