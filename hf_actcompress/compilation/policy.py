@@ -62,7 +62,7 @@ def apply_policy(graph: Graph, outputs: int) -> None:
         outputs: How many of the first outputs are the forward's. Nodes that only backward needs, such as codes that an
             op makes to keep, get no tag: torch keeps the smallest set of them.
     """
-    held = _held_by_caller(graph, outputs)
+    held = held_by_caller(graph, outputs)
     for node in graph.nodes:
         if node.target is torch.ops.aten._unsafe_view.default:
             # the same in a graph without autograd, but the partitioner computes only views again
@@ -78,7 +78,7 @@ def apply_policy(graph: Graph, outputs: int) -> None:
             make_again(node)
 
 
-def _held_by_caller(graph: Graph, outputs: int) -> set[Node]:
+def held_by_caller(graph: Graph, outputs: int) -> set[Node]:
     """The inputs that need no gradient, such as pixels: the caller holds them in any case. An input with a gradient
     comes from a graph before this one, and is freed unless this graph keeps it."""
     output = next(node for node in reversed(graph.nodes) if node.op == "output")

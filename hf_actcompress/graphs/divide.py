@@ -13,6 +13,7 @@ from ..compilation.policy import is_view, numel
 from ..private_apis.graphs import divided
 from .draws import DRAWN
 from .fused import fuse
+from .given import give_again
 from .redraw import state_before
 from .rules import tag
 from .trace import Joint
@@ -52,6 +53,7 @@ class Halves:
 def divide(joint: Joint) -> Halves:
     """Divide a joint graph, which is changed."""
     tag(joint)
+    give_again(joint)
     joint.module.recompile()
     forward, backward = divided(joint.module, [*joint.inputs, *joint.tangents], joint.mode, joint.outputs)
     _keep_bases(forward, backward, joint.outputs)

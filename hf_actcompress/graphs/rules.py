@@ -39,15 +39,16 @@ def tag(joint: Joint) -> None:
         if is_drawn(node) or node.target is state_before:
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
     for node in graph.nodes:
-        if node in forward and _is_recomputed(node) and _is_last(node):
+        if node in forward and is_made_again(node) and _is_last(node):
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
     for node in graph.nodes:
-        if node in forward and node.target in _NORMS and not _feeds_backward(_result(node), forward):
+        if node in forward and node.target in _NORMS and not feeds_backward(_result(node), forward):
             # the norm need not run again for its statistics alone
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
 
-def _is_recomputed(node: Node) -> bool:
+def is_made_again(node: Node) -> bool:
+    """Whether a tagged node is computed again in backward."""
     return bool(node.meta.get("recompute") == CheckpointPolicy.PREFER_RECOMPUTE)
 
 
@@ -55,17 +56,17 @@ def _result(node: Node) -> Node | None:
     return next((x for x in node.users if x.target is operator.getitem and x.args[1] == 0), None)
 
 
-def _feeds_backward(x: Node | None, forward: set[Node]) -> bool:
-    """Whether a backward reads a value, or what is made again of it."""
+def feeds_backward(x: Node | None, forward: set[Node], but: Any = None) -> bool:
+    """Whether a backward reads a value, or what is made again of it: a node of another target than `but`."""
     pending, seen = [x] if x is not None else [], set[Node]()
     while pending:
         node = pending.pop()
         for user in node.users:
-            if user.op == "call_function" and user not in seen:
+            if user.op == "call_function" and user.target is not but and user not in seen:
                 seen.add(user)
                 if user not in forward:
                     return True
-                pending += [user] if _is_recomputed(user) else []
+                pending += [user] if is_made_again(user) else []
     return False
 
 
@@ -88,7 +89,7 @@ def _is_last(node: Node) -> bool:
             # a module has marked it
             return False
         if x.op == "call_function" and all(user in made for user in x.users):
-            if _is_recomputed(x):
+            if is_made_again(x):
                 made.add(x)
                 pending.update(x.all_input_nodes)
             elif _is_product(x):
@@ -132,7 +133,7 @@ def _factor(node: Node) -> int:
     """How many elements the matrix has that a product reads; 0 for other nodes."""
     if node.target is LINEAR:
         tensors: Any = node.args[0]
-        features: Any = node.args[2]
+        features: Any = node.args[3]
         return hint(tensors[0].meta["val"].size(-1)) * int(features)
     return numel(_matrix(node).meta["val"]) if node.target in PRODUCTS else 0
 

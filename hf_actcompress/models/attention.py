@@ -119,7 +119,8 @@ def attention_forward(
         key, value, attention_mask = chosen.seen(module, query, key, value, attention_mask, kwargs.get("is_causal"))
     if isinstance(attention_mask, ops.PackedMask) and compilation.is_traced_plan():
         options = {"dropout": dropout, "scaling": scaling, **kwargs}
-        return opaque.attention(attention_forward, module, query, key, value, attention_mask, **options)
+        exact = settings.codec == IDENTITY
+        return opaque.attention(attention_forward, exact, module, query, key, value, attention_mask, **options)
     if isinstance(attention_mask, ops.PackedMask):
         out = _packed(settings, query, key, value, attention_mask, dropout, scaling, kwargs)
         if out is not None:

@@ -35,10 +35,8 @@ def foreign_functions_are_nodes() -> Iterator[None]:
 def _node(function: Callable[..., Any]) -> Callable[..., Any]:
     def attend(module: Any, *args: Any, **kwargs: Any) -> Any:
         # another thread may run a model meanwhile
-        return (opaque.attention if compilation.is_traced_plan() else _called)(function, module, *args, **kwargs)
+        if compilation.is_traced_plan():
+            return opaque.attention(function, True, module, *args, **kwargs)
+        return function(module, *args, **kwargs)
 
     return attend
-
-
-def _called(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    return function(*args, **kwargs)

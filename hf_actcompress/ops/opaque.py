@@ -25,13 +25,13 @@ from torch.utils import _pytree as pytree
 from ..private_apis import FakeTensor, above_autograd
 from ..records import current
 from .autocast import autocast_dtype
-from .opaque_graph import Box, End, Enter, Ran, run_backward
+from .opaque_graph import Box, End, Enter, Ran, keeping_places, run_backward
 from .snapshot import with_attributes
 
 _LIBRARY = torch.library.Library("hf_actcompress", "FRAGMENT")  # type: ignore[no-untyped-call]
 for _name, _rest in (("attention", ""), ("linear", ", int features, ScalarType dtype")):
-    _LIBRARY.define(f"opaque_{_name}(Tensor[] tensors, int call{_rest}) -> (Tensor, Tensor)")  # type: ignore[no-untyped-call]
-    _LIBRARY.define(f"opaque_{_name}_bwd(Tensor ran, Tensor dout, int call) -> Tensor[]")  # type: ignore[no-untyped-call]
+    _LIBRARY.define(f"opaque_{_name}(Tensor[] tensors, int call, int[] given{_rest}) -> (Tensor, Tensor)")  # type: ignore[no-untyped-call]
+    _LIBRARY.define(f"opaque_{_name}_bwd(Tensor ran, Tensor dout, Tensor[] given, int call) -> Tensor[]")  # type: ignore[no-untyped-call]
 ATTEND = torch.ops.hf_actcompress.opaque_attention.default
 ATTEND_BWD = torch.ops.hf_actcompress.opaque_attention_bwd.default
 LINEAR = torch.ops.hf_actcompress.opaque_linear.default
@@ -43,8 +43,9 @@ PATH = "actcompress_path"
 _NOTHING = nullcontext()
 
 
-# a call of an opaque function: of its tensors, the output and what crosses to backward
-Run = Callable[[Sequence[Tensor]], tuple[Tensor, Ran]]
+# a call of an opaque function: of its tensors, the output and what crosses to backward. The second argument says which
+# of the tensors that want a gradient its backward is given again
+Run = Callable[[Sequence[Tensor], Sequence[int]], tuple[Tensor, Ran]]
 
 
 class _Place(NamedTuple):
@@ -75,17 +76,17 @@ class OpaqueCall:
     autocast: tuple[str, torch.dtype] | None
     draws: bool
 
-    def of(self, module: nn.Module, given: Mapping[str, Sequence[Any]], again: bool) -> Run:
+    def of(self, module: nn.Module, given: Mapping[str, Sequence[Any]], runs_again: bool) -> Run:
         """The call in one call of a layer, whose attention or linear layer is `module`.
 
-        `again`: whether the backward calls the function once more, with the module as it is now.
+        `runs_again`: whether the backward calls the function once more, with the module as it is now.
         """
-        if again:
+        if runs_again:
             state = vars(module)
             own = {name: dict(state[name]) for name in ("_parameters", "_buffers")}
             module = with_attributes(type(module), {**state, **own})
 
-        def run(tensors: Sequence[Tensor]) -> tuple[Tensor, Ran]:
+        def run(tensors: Sequence[Tensor], again: Sequence[int]) -> tuple[Tensor, Ran]:
             with above_autograd(), torch.enable_grad():
                 graded = [x for x, w in zip(tensors, self.wanted, strict=True) if w]
                 box = Box([(x.shape, x.dtype) for x in graded])
@@ -97,7 +98,9 @@ class OpaqueCall:
                 args, kwargs = pytree.tree_unflatten(leaves, self.tree)
                 device, dtype = self.autocast or (own[0].device.type, None)
                 within = nullcontext() if current.watcher is None else current.watcher.within(self.path)
-                with within, torch.autocast(device, dtype, enabled=dtype is not None, cache_enabled=False):
+                keeping = keeping_places(box, [graded[i] for i in again]) if again else _NOTHING
+                cast = torch.autocast(device, dtype, enabled=dtype is not None, cache_enabled=False)
+                with within, keeping, cast:
                     out: Tensor = self.function(module, *args, **kwargs)[0]
                 return out.detach(), Ran(End.apply(box, out), box)  # type: ignore[no-untyped-call]
 
@@ -146,10 +149,13 @@ def _running(calls: Sequence[Run]) -> Iterator[None]:
         _state.running = before
 
 
-def attention(function: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+def attention(
+    function: Callable[..., Any], given: bool, module: nn.Module, *args: Any, **kwargs: Any
+) -> tuple[Tensor, None]:
     """What an attention function of transformers returns, in a trace: [B, T, H, D] as one node, and no probabilities.
 
     Args:
+        given: Whether its backward may be given queries, keys and values again: whether it keeps them and no codes.
         function: The function. It is called with the module and the other arguments.
         module: The copy of an attention module.
         args: Queries, keys and values [B, H, T, D], and whatever else the function takes.
@@ -166,7 +172,7 @@ def attention(function: Callable[..., Any], module: nn.Module, *args: Any, **kwa
             leaves[i] = _Place("tensor", len(tensors))
             tensors.append(x)
     path, draws = vars(module)[PATH], bool(kwargs.get("dropout"))
-    return _node(function, path, tuple(leaves), tree, tensors, draws, (ATTEND, ATTEND_BWD)), None
+    return _node(function, path, tuple(leaves), tree, tensors, draws, given, (ATTEND, ATTEND_BWD)), None
 
 
 def linear(function: Callable[..., Any], path: str, features: Features, x: Tensor) -> Tensor:
@@ -180,7 +186,7 @@ def linear(function: Callable[..., Any], path: str, features: Features, x: Tenso
     """
     dtype = autocast_dtype(x)
     leaves, tree = pytree.tree_flatten(((_Place("tensor", 0),), {}), is_leaf=lambda leaf: isinstance(leaf, _Place))
-    return _node(function, path, tuple(leaves), tree, [x], False, (LINEAR, LINEAR_BWD), *features(x, dtype))
+    return _node(function, path, tuple(leaves), tree, [x], False, False, (LINEAR, LINEAR_BWD), *features(x, dtype))
 
 
 def _node(
@@ -190,6 +196,7 @@ def _node(
     tree: Any,
     tensors: Sequence[Tensor],
     draws: bool,
+    given: bool,
     ops: tuple[Any, Any],
     *rest: Any,
 ) -> Tensor:
@@ -198,28 +205,35 @@ def _node(
     autocast = None if dtype is None else (tensors[0].device.type, dtype)
     wanted = tuple(x.requires_grad for x in tensors)
     _state.made.append(OpaqueCall(function, path, leaves, tree, wanted, autocast, draws))
-    y: Tensor = _Node.apply(ops, len(_state.made) - 1, rest, wanted, *tensors)  # type: ignore[no-untyped-call]
+    y: Tensor = _Node.apply(ops, len(_state.made) - 1, rest, wanted, given, *tensors)  # type: ignore[no-untyped-call]
     return y
 
 
 class _Node(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, ops: tuple[Any, Any], number: int, rest: tuple[Any, ...], wanted: tuple[bool, ...], *tensors: Tensor
+        ctx: Any,
+        ops: tuple[Any, Any],
+        number: int,
+        rest: tuple[Any, ...],
+        wanted: tuple[bool, ...],
+        given: bool,
+        *tensors: Tensor,
     ) -> Tensor:
-        out, ran = ops[0](list(tensors), number, *rest)
-        ctx.save_for_backward(ran)
+        out, ran = ops[0](list(tensors), number, [], *rest)
+        ctx.save_for_backward(ran, *(x for x, w in zip(tensors, wanted, strict=True) if w and given))
         ctx.op, ctx.number, ctx.wanted = ops[1], number, wanted
         return out  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> Any:  # type: ignore[override]
-        found = iter(ctx.op(*ctx.saved_tensors, dout, ctx.number))
-        return None, None, None, None, *(next(found) if wanted else None for wanted in ctx.wanted)
+        ran, *given = ctx.saved_tensors
+        found = iter(ctx.op(ran, dout, given, ctx.number))
+        return None, None, None, None, None, *(next(found) if wanted else None for wanted in ctx.wanted)
 
 
 @torch.library.register_fake("hf_actcompress::opaque_attention", lib=_LIBRARY)
-def _attend(tensors: list[Tensor], call: int) -> tuple[Tensor, Tensor]:
+def _attend(tensors: list[Tensor], call: int, given: list[int]) -> tuple[Tensor, Tensor]:
     q, v = tensors[0], tensors[2]
     _note(tensors, call)
     out = q.new_empty((q.size(0), q.size(2), q.size(1), v.size(-1)))
@@ -227,7 +241,9 @@ def _attend(tensors: list[Tensor], call: int) -> tuple[Tensor, Tensor]:
 
 
 @torch.library.register_fake("hf_actcompress::opaque_linear", lib=_LIBRARY)
-def _linear(tensors: list[Tensor], call: int, features: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _linear(
+    tensors: list[Tensor], call: int, given: list[int], features: int, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     (x,) = tensors
     _note(tensors, call)
     return x.new_empty((*x.shape[:-1], features), dtype=dtype), x.new_empty(1, dtype=torch.uint8)
@@ -241,19 +257,19 @@ def _note(tensors: Sequence[Tensor], call: int) -> None:
 
 @torch.library.register_fake("hf_actcompress::opaque_attention_bwd", lib=_LIBRARY)
 @torch.library.register_fake("hf_actcompress::opaque_linear_bwd", lib=_LIBRARY)
-def _backward(ran: Tensor, dout: Tensor, call: int) -> list[Tensor]:
+def _backward(ran: Tensor, dout: Tensor, given: list[Tensor], call: int) -> list[Tensor]:
     return [torch.empty_like(x) for x in _state.likes[call]]
 
 
 def _run(
-    fake: Callable[..., tuple[Tensor, Tensor]], tensors: list[Tensor], call: int, *rest: Any
+    fake: Callable[..., tuple[Tensor, Tensor]], tensors: list[Tensor], call: int, given: list[int], *rest: Any
 ) -> tuple[Tensor, Ran]:
     """In a graph that runs: the output, and what crosses to backward."""
     if isinstance(tensors[0], FakeTensor) and not _state.running:
         # a plan's code is tried on tensors without data, and without a layer
-        out, _ = fake(tensors, call, *rest)
+        out, _ = fake(tensors, call, given, *rest)
         return out, Ran(out.new_empty(0), Box([(x.shape, x.dtype) for x in tensors if x.is_floating_point()]))
-    return _state.running[call](tensors)
+    return _state.running[call](tensors, given)
 
 
 # what each op runs
