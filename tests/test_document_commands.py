@@ -1,4 +1,4 @@
-"""Which test runs each command of README.md and recipes/README.md, or why no test runs exactly that command.
+"""Which test runs each command of README.md and the recipes' two pages, or why no test runs exactly that command.
 
 `test_documents.py` runs all Python blocks, and parses the options of every command.
 """
@@ -36,7 +36,7 @@ ELSEWHERE = {
     "pytest": "tests/documents.py: the suite has these tests; here, that the file has what -k asks for",
 }
 HERE = {"hf-actcompress estimate recipes/configs/llama-8b.json"}
-TEXTS = {name: (ROOT / name).read_text() for name in ("README.md", "recipes/README.md")}
+TEXTS = {name: (ROOT / name).read_text() for name in ("README.md", "recipes/README.md", "recipes/results/README.md")}
 COMMANDS = sorted({" ".join(words).replace(".venv/bin/", "") for text in TEXTS.values() for words in commands(text)})
 
 

@@ -137,12 +137,12 @@ def test_every_op_is_listed() -> None:
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_every_preset_is_named(preset: str) -> None:
-    text = TEXTS["recipes/README.md"]
+    text = TEXTS["recipes/results/README.md"]
     assert f"`{preset}`" in text or f"| {preset} |" in text
 
 
 def test_every_recipe_is_named() -> None:
-    text = TEXTS["recipes/README.md"]
+    text = TEXTS["recipes/README.md"] + TEXTS["recipes/results/README.md"]
     files = [*(ROOT / "recipes").glob("*.py"), *(ROOT / "recipes/stacks").glob("*.py")]
     names = [str(path.relative_to(ROOT)) for path in files if not path.name.startswith("tiny")]
     assert not [name for name in names if f"`{name}`" not in text]

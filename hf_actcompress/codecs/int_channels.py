@@ -24,7 +24,7 @@ class IntChannels(Codec):
     Source: HyC-LoRA (MLSys 2025) quantises keys by channel, with one range for all tokens, which is calibrated in the
         first steps and then fixed. Here each group of tokens has the range of the tensor's own values: on MiniLM at 256
         tokens, 4-bit queries, keys and values in groups of 64 give a gradient error of 9.4%, in one group of 256 tokens
-        13.6%. HyC-LoRA takes keys before the rotation, this codec after it; see recipes/README.md for the reason.
+        13.6%. HyC-LoRA takes keys before the rotation, this codec after it; see recipes/results/README.md for why.
 
     Args:
         bits: As for `IntGroup`.
