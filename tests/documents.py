@@ -15,7 +15,7 @@ from unittest import mock
 ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "hf_actcompress"
 DOCUMENTS = [
-    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "UPSTREAM.md", "CHANGELOG.md", "tests/README.md")),
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "tests/README.md", "tests/UPSTREAM.md")),
     *(path for folder in (PACKAGE, ROOT / "recipes") for path in sorted(folder.rglob("README.md"))),
 ]
 # programs whose command lines are not checked

@@ -46,8 +46,10 @@ def tiny() -> Any:
     return transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
 
 
-# tests/test_upstream.py runs the code of UPSTREAM.md and compares what it prints
-@pytest.mark.parametrize("name", [name for name in TEXTS if blocks(TEXTS[name], "python") and name != "UPSTREAM.md"])
+# tests/test_upstream.py runs the code of tests/UPSTREAM.md and compares what it prints
+@pytest.mark.parametrize(
+    "name", [name for name in TEXTS if blocks(TEXTS[name], "python") and name != "tests/UPSTREAM.md"]
+)
 def test_code_runs(name: str, batch: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All blocks of a document run in order, in one namespace that has a model and a batch."""
     monkeypatch.chdir(tmp_path)

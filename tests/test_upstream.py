@@ -12,7 +12,7 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parent.parent
-TEXT = (ROOT / "UPSTREAM.md").read_text()
+TEXT = (ROOT / "tests" / "UPSTREAM.md").read_text()
 LIBRARIES = ("torch", "transformers", "peft")
 
 

@@ -182,7 +182,7 @@ their MLPs have the proportions of SmolVLM-256M, Qwen2.5-VL-7B, Qwen3-VL-8B, Gem
 in fp32 is on the attention of the language part alone; all else is frozen.
 
 Shares are of what stock keeps in the same setting. Gradient checkpointing, as transformers enables it, differentiates
-a frozen tower, too, and keeps its layers' inputs (`UPSTREAM.md`). "Tower left out" is after
+a frozen tower, too, and keeps its layers' inputs (`tests/UPSTREAM.md`). "Tower left out" is after
 `model.disable_input_require_grads()`, which changes no gradient.
 
 """
