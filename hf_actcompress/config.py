@@ -67,7 +67,7 @@ class CompressionConfig(ConfigFile):
             and labels, or a filled cache. Kept whole: statistics of norms, what gradient checkpointing and unpatched
             modules keep, and all in compiled graphs. Estimates do not take it into account. Not with `drop_padding`,
             `tokens`, encoder-decoders, or context parallelism.
-        checkpoint: Layers whose insides are not kept but computed again in backward (gradient checkpointing), as dotted
+        checkpoint: Layers whose insides are not kept but recomputed in backward (gradient checkpointing), as dotted
             parts of their names: ``("layers.3",)``. "every:2" is every second layer, from the first on, as transformers
             counts them ("every:1": all); "but_last:1" all but the last one, which backward needs first: computing it
             again saves no memory while the rest is kept. Layers that are checkpointed anyway stay so. `plan` writes
@@ -79,7 +79,7 @@ class CompressionConfig(ConfigFile):
             statistics of the exact q and k do not fit those of a rounded input.
         checkpoint_input: Codec of the one tensor that a checkpointed layer keeps, its input, however checkpointing was
             switched on (`checkpoint`, `model.gradient_checkpointing_enable`, Trainer). Through a lossy one the layer is
-            computed again from what was stored.
+            recomputed from what was stored.
         gradient_norms: For a codec of `linear` that samples tokens: how many samples to remember; 0 is off. A token is
             then weighted by the norm of x times the norm that its gradient had when the same sample came last
             (WTA-CRS), which helps from the second epoch on. A sample is recognised by a hash of its `input_ids` (or
@@ -93,7 +93,7 @@ class CompressionConfig(ConfigFile):
             parameters are sharded, or in compiled graphs. If layers are checkpointed, call backward for one forward
             before the next one: after the bits change, a recomputation packs other tensors than its forward did. 0 is
             off: the bits stay equal.
-        net: Also handle the tensors that code without a rule saves: do not keep those that can be computed again bit by
+        net: Also handle the tensors that code without a rule saves: do not keep those that can be recomputed bit by
             bit, and keep the masks of `torch.nn.functional.dropout` as bits. Off inside of checkpointed layers and
             where `derive_linear` is off. A model that calls `torch.func.grad` in its forward needs False.
         selective: Run code of a model's own making again in backward (eager attention with its probabilities, a
@@ -213,7 +213,7 @@ class CompressionConfig(ConfigFile):
 # statistics. A few channels of the residual stream are far larger than the others: stored apart, they cost under 1% of
 # the bytes, and most of the error disappears. Few linear inputs are stored at all (those of heads and poolers), and an
 # error in these matters. The input of a checkpointed layer has 8 bits in every preset: it is small, and the whole
-# layer, q and k included, is computed again from it.
+# layer, q and k included, is recomputed from it.
 _INT8 = CompressionConfig(
     linear="int8", norm="int8_outliers", mlp="int8", attention="int8", other="int8", checkpoint_input="int8_outliers"
 )
@@ -224,7 +224,7 @@ CUSTOM = "custom"
 
 PRESETS: dict[str, CompressionConfig] = {
     "exact": CompressionConfig(),
-    # exact, too, for long contexts: MLPs keep their input alone and are computed again in tiles
+    # exact, too, for long contexts: MLPs keep their input alone and are recomputed in tiles
     "long": CompressionConfig(tiled_mlp="auto"),
     "int8": _INT8,
     "int4": _INT4,

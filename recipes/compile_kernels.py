@@ -249,7 +249,7 @@ def table(rows: list[Row]) -> str:
 
 
 def kept(path: Path, made: set[tuple[str, str, int]]) -> list[Row]:
-    """Rows of an earlier run with the same compiler, without those that this run has made again."""
+    """Rows of an earlier run with the same compiler, without those that this run has measured again."""
     if not path.exists():
         return []
     earlier = json.loads(path.read_text())

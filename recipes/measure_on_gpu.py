@@ -5,7 +5,7 @@
 
 The package need not be installed: the checkout that has this file is measured. Tests and comparisons, which measure no
 time, run side by side at first; all others run alone. Each job has a time limit and writes its results as it goes:
-after each mode, round, kernel or model type. One archive (OUT.tar.gz, or --archive) has all results. It is made again
+after each mode, round, kernel or model type. One archive (OUT.tar.gz, or --archive) has all results. It is written anew
 while the jobs run, so that a session that is killed leaves what it has measured. session.json and the console name each
 job that fails or is stopped, and the others still run. --jobs runs only some jobs, --minutes limits the whole session.
 """

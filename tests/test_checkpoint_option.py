@@ -1,4 +1,4 @@
-"""`CompressionConfig.checkpoint` names the layers that are computed again in backward."""
+"""`CompressionConfig.checkpoint` names the layers that are recomputed in backward."""
 
 from __future__ import annotations
 

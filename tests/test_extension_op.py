@@ -124,7 +124,7 @@ def test_fewer_bytes_are_kept() -> None:
     assert bytes_of[0] - bytes_of[1] == output
 
     model = _model()
-    # without the rule the package does not patch the module; a plan finds out that the product can be computed again
+    # without the rule the package does not patch the module; a plan finds out that the product can be recomputed
     bare = CompressionConfig(loss_head=False, net=False)
     without, netted, exact, int8 = (
         kept(patched, _loss)

@@ -2,7 +2,7 @@
 
 While a patched module is traced it runs its stock forward, and marks the tensors that backward reads (`marks.py`). When
 the compiler divides the joint graph into forward and backward, `partition.py` removes the marks, tells torch's
-partitioner which nodes to keep and which to compute again (`policy.py`), and lets codecs pack the saved tensors
+partitioner which nodes to keep and which to recompute (`policy.py`), and lets codecs pack the saved tensors
 (`packing.py`; `calls.py` puts their graphs in). For Inductor it also computes the logits in pieces (`logits.py`) and
 orders the backward (`ordering.py`). `install.py` puts this into Inductor's options. `_backend.py` is our own backend,
 which generates no code. `breaks.py` warns of broken graphs. For estimates and reports `observation.py` runs Inductor's

@@ -22,9 +22,9 @@ from ..private_apis import traced_for_any_size, transforms_or_export
 _log = logging.getLogger(__name__)
 
 # the wishes that a mark can have
-KEEP = "keep"  # if backward needs this tensor or what is made from it, keep it; do not compute it again
+KEEP = "keep"  # if backward needs this tensor or what is made from it, keep it; do not recompute it
 OFFER = "offer"  # let the partitioner decide; if it keeps the tensor, use the codec
-RECOMPUTE = "recompute"  # never keep the tensor: compute it again, even if it is the result of a matrix product
+RECOMPUTE = "recompute"  # never keep the tensor: recompute it, even if it is the result of a matrix product
 # the codec's name for tensors that are kept as they are
 PLAIN = "identity"
 
@@ -89,7 +89,7 @@ def offer(x: Tensor, codec: str) -> Tensor:
 
 
 def recompute(x: Tensor) -> Tensor:
-    """x [any shape], marked: computed again in backward whatever it costs, as the logits are."""
+    """x [any shape], marked: recomputed in backward whatever it costs, as the logits are."""
     return _marked(x, RECOMPUTE, PLAIN)
 
 

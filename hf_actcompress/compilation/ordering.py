@@ -1,6 +1,6 @@
-"""Orders a backward graph: a weight's gradient, and the input that is computed again for it, come first.
+"""Orders a backward graph: a weight's gradient, and the input that is recomputed for it, come first.
 
-A compiler fuses kernels that read the same tensors. The input of a linear layer is often computed again from tensors
+A compiler fuses kernels that read the same tensors. The input of a linear layer is often recomputed from tensors
 that the gradient of a norm or an activation reads, too. In one kernel with that gradient, the input would be alive
 beside gradients that are not needed yet. And the product for the weight's gradient, which runs as soon as its input
 exists, would split that kernel in two.
@@ -26,7 +26,7 @@ aten = torch.ops.aten
 def order_weights(graph: Graph) -> None:
     """Put a weight's gradient before the nodes that read the input's gradient.
 
-    It is done where the input is computed again, and where the weight's gradient is no larger than its two factors. If
+    It is done where the input is recomputed, and where the weight's gradient is no larger than its two factors. If
     several layers read the input, it is done for one of them: this keeps the input out of the later kernel.
     """
     ordered: set[Node] = set()

@@ -2,7 +2,7 @@
 
 torch's partitioner looks for the cheapest set of tensors to keep, but it never computes the input of a product again:
 the output of a norm, an activation or a dropout. Here every node that is pointwise, a view or a large reduction gets
-the tag to be computed again. The inputs of norms and activations, which the modules have marked, get the tag to be
+the tag to be recomputed. The inputs of norms and activations, which the modules have marked, get the tag to be
 kept.
 """
 
@@ -23,12 +23,12 @@ from .marks import KEEP, PLAIN, RECOMPUTE
 _MARK = torch.ops.hf_actcompress.mark.default
 # key in `node.meta`: the name of the codec through which the value is kept
 CODEC = "actcompress_codec"
-# key in `node.meta` of a product that is computed again because its result is large (the logits)
+# key in `node.meta` of a product that is recomputed because its result is large (the logits)
 LOGITS = "actcompress_logits"
 # the id of our region of recomputation. It is larger than those of checkpointed regions, so that torch keeps a tensor
 # that leaves such a region for one of our nodes, as in eager mode
 _REGION = 2**30
-# a reduction is computed again if it shrinks its input by less than this factor; statistics of norms are smaller
+# a reduction is recomputed if it shrinks its input by less than this factor; statistics of norms are smaller
 _LARGE = 16
 # ops that are pointwise, reductions or compositions of these, and are missing in torch's own list
 _CHEAP = {
@@ -55,7 +55,7 @@ def has_marks(graph: Graph) -> bool:
 
 
 def apply_policy(graph: Graph, outputs: int) -> None:
-    """Remove the marks, and tag each node of the forward for torch's partitioner: compute it again, or keep it.
+    """Remove the marks, and tag each node of the forward for torch's partitioner: recompute it, or keep it.
 
     Args:
         graph: The joint graph; it is changed in place.
@@ -75,7 +75,7 @@ def apply_policy(graph: Graph, outputs: int) -> None:
             _scale_by_mask(graph, node)
     for node in of_forward(graph, outputs):
         if "recompute" not in node.meta and is_cheap(node):
-            make_again(node)
+            tag_recompute(node)
 
 
 def held_by_caller(graph: Graph, outputs: int) -> set[Node]:
@@ -96,7 +96,7 @@ def _take_out(graph: Graph, mark: Node, held: set[Node]) -> None:
     if wish == RECOMPUTE:
         made = made.all_input_nodes[0] if made.target is operator.getitem else made
         if "recompute" not in made.meta:
-            make_again(made)
+            tag_recompute(made)
             made.meta[LOGITS] = True
     else:
         while made.target is torch.ops.aten.clone.default:
@@ -157,8 +157,8 @@ def _scale_by_mask(graph: Graph, dropout: Node) -> None:
         result.replace_all_uses_with(new[-1])
 
 
-def make_again(node: Node) -> None:
-    """Tag a node to be computed again in backward, unless torch's partitioner finds a reason to keep it."""
+def tag_recompute(node: Node) -> None:
+    """Tag a node to be recomputed in backward, unless torch's partitioner finds a reason to keep it."""
     node.meta["recompute"], node.meta["ac_graph_id"] = CheckpointPolicy.PREFER_RECOMPUTE, _REGION
 
 
@@ -245,7 +245,7 @@ def draws_or_writes(node: Node) -> bool:
 
 
 def is_statistic(node: Node) -> bool:
-    """Whether the result is much smaller than the inputs: cheap to keep, and expensive to compute again."""
+    """Whether the result is much smaller than the inputs: cheap to keep, and expensive to recompute."""
     sizes = [numel(x) for source in node.all_input_nodes for x in _results(source)]
     return bool(sizes) and sum(map(numel, _results(node))) * _LARGE <= max(sizes)
 

@@ -1,4 +1,4 @@
-"""Outputs of a plan that are made again from what the plan keeps, for a reader behind it that would keep them."""
+"""Outputs of a plan that are recomputed from what the plan keeps, for a reader behind it that would keep them."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _Back = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
-class MadeAgain:
-    """How an output is made again from what a plan keeps, for a reader behind it that would keep the output.
+class Recomputed:
+    """How an output is recomputed from what a plan keeps, for a reader behind it that would keep the output.
 
     Attributes:
         output: The place of the output.
@@ -42,7 +42,7 @@ class MadeAgain:
     weights: tuple[bool, ...]
 
     def declare(self, y: Tensor, kept: Sequence[Tensor], sharded: bool) -> None:
-        """Declare that y is made again; `sharded`: whether the weights' memory is freed when the layer has run."""
+        """Declare that y is recomputed; `sharded`: whether the weights' memory is freed when the layer has run."""
         places = zip(self.sources, self.own, self.weights, strict=True)
         sources = [source_of(kept[i], own, copied=sharded and weight) for i, own, weight in places]
         if any(isinstance(source, Derived) and not restores_rows(source) for source in sources):
@@ -51,8 +51,8 @@ class MadeAgain:
         declare(y, self.code, *sources)
 
 
-def made_again(halves: Halves, place: int, y: Node, backs: Mapping[Node, _Back], parameters: int) -> MadeAgain | None:
-    """How an output is made again from kept tensors by cheap nodes; None if it is not.
+def recomputed(halves: Halves, place: int, y: Node, backs: Mapping[Node, _Back], parameters: int) -> Recomputed | None:
+    """How an output is recomputed from kept tensors by cheap nodes; None if it is not.
 
     Args:
         halves: The graphs.
@@ -73,7 +73,7 @@ def made_again(halves: Halves, place: int, y: Node, backs: Mapping[Node, _Back],
         seen.add(x)
         if x in halves.kept:
             needs.append(x)
-        elif not _is_made_again(x):
+        elif not _is_recomputed(x):
             return None
         else:
             pending += x.all_input_nodes
@@ -90,7 +90,7 @@ def made_again(halves: Halves, place: int, y: Node, backs: Mapping[Node, _Back],
     own = tuple(x not in inputs for x in needs)
     weights = tuple(x in inputs[:parameters] for x in needs)
     code = _First(run, [backs.get(x) for x in needs])
-    return MadeAgain(place, code, tuple(halves.kept.index(x) for x in needs), own, weights)
+    return Recomputed(place, code, tuple(halves.kept.index(x) for x in needs), own, weights)
 
 
 class _First:
@@ -106,7 +106,7 @@ class _First:
         return y
 
 
-def _is_made_again(x: Node) -> bool:
+def _is_recomputed(x: Node) -> bool:
     if x.op != "call_function" or x.target in PRODUCTS:
         return False
     is_size = isinstance(x.meta.get("val"), (int, torch.SymInt))

@@ -8,13 +8,13 @@ from torch.fx import Node
 
 from ..compilation.policy import CODEC, held_by_caller, of_forward
 from ..ops.opaque import ATTEND, ATTEND_BWD
-from .rules import feeds_backward, is_made_again
+from .rules import feeds_backward, is_recomputed
 from .trace import Joint
 
 
 def give_again(joint: Joint) -> None:
     """Of a tagged graph: let the backward of each such function have, of the tensors that want a gradient, those that
-    are made again of what another node of the backward reads, such as the input of a norm of queries.
+    are recomputed from what another node of the backward reads, such as the input of a norm of queries.
 
     The function keeps the others: it may hold no more of a tensor than a copy of some rows.
     """
@@ -40,7 +40,7 @@ def _made_of(x: Node, forward: set[Node]) -> Iterator[Node]:
     pending, seen = [x], {x}
     while pending:
         node = pending.pop()
-        if node in forward and is_made_again(node):
+        if node in forward and is_recomputed(node):
             pending += [source for source in node.all_input_nodes if source not in seen]
             seen.update(node.all_input_nodes)
         else:

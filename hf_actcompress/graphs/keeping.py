@@ -15,7 +15,7 @@ from ..records.saving import Leaves, Slot, count, slot_of, slot_of_new
 
 
 class Later(NamedTuple):
-    """An activation that is unpacked or made again when the backward's code gets there."""
+    """An activation that is unpacked or recomputed when the backward's code gets there."""
 
     slot: Slot | _RanSlot
     tensors: tuple[Tensor, ...]
@@ -108,12 +108,12 @@ def put_together(saved: list[Any], slots: dict[int, Slot | _RanSlot], count: int
 
 
 def source_of(x: Any, own: bool, copied: bool) -> Record:
-    """The record of one of the sources from which an output is made again.
+    """The record of one of the sources from which an output is recomputed.
 
     Args:
         x: A weight, an activation from outside, or the record of one from inside.
         own: Whether nobody but the plan knows the tensor.
-        copied: Whether its memory is freed before the output is made again.
+        copied: Whether its memory is freed before the output is recomputed.
     """
     if isinstance(x, (Stored, Derived)):
         return x

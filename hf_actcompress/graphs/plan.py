@@ -16,7 +16,7 @@ from ..codecs import IDENTITY
 from ..compilation.attribution import module_reading, running
 from ..compilation.policy import of_forward
 from ..ops.opaque import ATTEND, LINEAR
-from .again import MadeAgain, made_again
+from .again import Recomputed, recomputed
 from .backward import BackwardCode, Stops
 from .checkpointed import Recompute, checkpointed, is_of_attention
 from .code import forward_code
@@ -46,7 +46,7 @@ class LayerPlan:
         keepers: The module for which each is kept, for reports.
         outside: The kept activations that are inputs.
         packed: What goes through a codec.
-        made: The outputs that are made again.
+        made: The outputs that are recomputed.
         ungraded: The outputs without a gradient.
         code: Writes the backward.
         order: The weights whose gradients are done one after the other.
@@ -66,7 +66,7 @@ class LayerPlan:
     keepers: tuple[str, ...]
     outside: tuple[Outside, ...]
     packed: tuple[Packed, ...]
-    made: tuple[MadeAgain, ...]
+    made: tuple[Recomputed, ...]
     ungraded: tuple[int, ...]
     code: BackwardCode
     order: tuple[tuple[int, ...], ...]
@@ -132,7 +132,7 @@ def make_plan(
         keepers=("",) * len(halves.kept) if recomputes else tuple(map(_keeper, halves.kept)),
         outside=outside,
         packed=packed,
-        made=() if recomputes else _outputs_made_again(halves, packed, joint.parameters),
+        made=() if recomputes else _recomputed_outputs(halves, packed, joint.parameters),
         left_out=None if sizes is None else _left_out(halves, sizes, joint.parameters, outside, packed),
         ungraded=joint.ungraded,
         code=code,
@@ -154,9 +154,9 @@ def _left_out(
     return left_out(halves, sizes, parameters, dropped)
 
 
-def _outputs_made_again(halves: Halves, packed: Sequence[Packed], parameters: int) -> tuple[MadeAgain, ...]:
+def _recomputed_outputs(halves: Halves, packed: Sequence[Packed], parameters: int) -> tuple[Recomputed, ...]:
     backs = {halves.kept[x.place]: x.back for x in packed if not x.outside}
-    found = (made_again(halves, i, y, backs, parameters) for i, y in enumerate(halves.outputs))
+    found = (recomputed(halves, i, y, backs, parameters) for i, y in enumerate(halves.outputs))
     return tuple(made for made in found if made is not None)
 
 

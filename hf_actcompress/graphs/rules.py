@@ -10,14 +10,14 @@ import torch
 from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
-from ..compilation.policy import CODEC, apply_policy, hint, is_view, make_again, nbytes, numel, of_forward
+from ..compilation.policy import CODEC, apply_policy, hint, is_view, nbytes, numel, of_forward, tag_recompute
 from ..ops.opaque import LINEAR
 from .draws import DROPPED
 from .redraw import drawn_from, is_drawn, state_before
 from .trace import Joint
 
 aten = torch.ops.aten
-# how many features a product makes at least of each that it reads, if it is cheap to make again, and by how much its
+# how many features a product makes at least of each that it reads, if it is cheap to recompute, and by how much its
 # matrix is smaller than the layer's largest one
 _FEW = 8
 # norms that return their statistics behind their result
@@ -26,7 +26,7 @@ PRODUCTS = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.
 
 
 def tag(joint: Joint) -> None:
-    """Tag each node of the forward for torch's partitioner: keep it, or compute it again."""
+    """Tag each node of the forward for torch's partitioner: keep it, or recompute it."""
     graph = joint.graph
     apply_policy(graph, joint.outputs)
     forward = of_forward(graph, joint.outputs)
@@ -39,7 +39,7 @@ def tag(joint: Joint) -> None:
         if is_drawn(node) or node.target is state_before:
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
     for node in graph.nodes:
-        if node in forward and is_made_again(node) and _is_last(node):
+        if node in forward and is_recomputed(node) and _is_last(node):
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
     for node in graph.nodes:
         if node in forward and node.target in _NORMS and not feeds_backward(_result(node), forward):
@@ -47,8 +47,8 @@ def tag(joint: Joint) -> None:
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
 
-def is_made_again(node: Node) -> bool:
-    """Whether a tagged node is computed again in backward."""
+def is_recomputed(node: Node) -> bool:
+    """Whether a tagged node is recomputed in backward."""
     return bool(node.meta.get("recompute") == CheckpointPolicy.PREFER_RECOMPUTE)
 
 
@@ -57,7 +57,7 @@ def _result(node: Node) -> Node | None:
 
 
 def feeds_backward(x: Node | None, forward: set[Node], but: Any = None) -> bool:
-    """Whether a backward reads a value, or what is made again of it: a node of another target than `but`."""
+    """Whether a backward reads a value, or what is recomputed from it: a node of another target than `but`."""
     pending, seen = [x] if x is not None else [], set[Node]()
     while pending:
         node = pending.pop()
@@ -66,7 +66,7 @@ def feeds_backward(x: Node | None, forward: set[Node], but: Any = None) -> bool:
                 seen.add(user)
                 if user not in forward:
                     return True
-                pending += [user] if is_made_again(user) else []
+                pending += [user] if is_recomputed(user) else []
     return False
 
 
@@ -89,7 +89,7 @@ def _is_last(node: Node) -> bool:
             # a module has marked it
             return False
         if x.op == "call_function" and all(user in made for user in x.users):
-            if is_made_again(x):
+            if is_recomputed(x):
                 made.add(x)
                 pending.update(x.all_input_nodes)
             elif _is_product(x):
@@ -100,7 +100,7 @@ def _is_last(node: Node) -> bool:
 def _tag(node: Node, weights: set[Node], largest: int, selective: bool) -> None:
     cheap = is_view(node) or _is_depthwise(node) or _is_cheap_product(node, weights, largest, selective)
     if cheap or node.target in (DROPPED, drawn_from):
-        make_again(node)
+        tag_recompute(node)
     elif node.target is aten.native_layer_norm.default and _is_sum(x := node.args[0]) and _is_narrow(x):
         # what a norm reads is kept, and not its two summands
         x.meta["recompute"] = CheckpointPolicy.MUST_SAVE  # type: ignore[union-attr]
@@ -110,7 +110,7 @@ def _tag(node: Node, weights: set[Node], largest: int, selective: bool) -> None:
 
 
 def _is_cheap_product(node: Node, weights: set[Node], largest: int, selective: bool) -> bool:
-    """Whether a product is cheap to make again for what it has in bytes.
+    """Whether a product is cheap to recompute for what it has in bytes.
 
     That is one of activations, such as the scores of eager attention; one that makes many features of a few, as the
     second one of an adapter does; and a weight of an adapter that is larger than its two factors together.

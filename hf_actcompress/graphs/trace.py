@@ -63,7 +63,7 @@ class Joint:
         mode: The mode that made them.
         parameters: How many of the first inputs are weights.
         ungraded: The outputs that have no gradient, by place.
-        selective: Whether products of activations are made again in backward.
+        selective: Whether products of activations are recomputed in backward.
     """
 
     module: GraphModule

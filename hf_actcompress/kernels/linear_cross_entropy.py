@@ -175,7 +175,7 @@ def _sample_fwd(*sizes: Any) -> Iterator[tuple[Any, ...]]:
 
 
 def _sample_bwd(*sizes: Any) -> Iterator[tuple[Any, ...]]:
-    """With logits that are made again, and with kept ones."""
+    """With logits that are recomputed, and with kept ones."""
     for h, weight, bias, target, pointwise in _samples(*sizes):
         kept = torch.nn.functional.linear(h, weight, bias)
         x = kept

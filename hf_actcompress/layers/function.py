@@ -36,7 +36,7 @@ class Way(NamedTuple):
 def _without_rows(left_out: LeftOut, way: Way, kept: list[Any], inputs: Sequence[Tensor]) -> Checks | None:
     """Let kept inputs have records without the rows that are left out. Returns what backward checks."""
     for place, codec in way.outside:
-        # what is made again of them has their rows, too
+        # what is recomputed from them has their rows, too
         record_of(kept[place], codec)
     return left_out.checks(rows_in_force(), inputs)
 

@@ -120,7 +120,7 @@ class PlannedLayer:
     ) -> tuple[Any] | None:
         """What the layer returns, in a tuple; None for a call that goes module by module.
 
-        `keeps` is what it keeps of its input, if all else is to be made again in backward.
+        `keeps` is what it keeps of its input, if all else is to be recomputed in backward.
         """
         x = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.is_floating_point()), None)
         if x is None or not recording(x):

@@ -140,7 +140,7 @@ def kind_of(layer: nn.Module, asked: tuple[Codec, Codec, bool]) -> tuple[Hashabl
     """What makes two layers of one kind, and the integers among their attributes, by module and name.
 
     `asked` are the codecs of attention in the layer's own code and of what no patched module keeps, and whether
-    products of activations are made again.
+    products of activations are recomputed.
     """
     found: list[Any] = [*asked]
     numbers: dict[tuple[str, str], int] = {}

@@ -35,7 +35,7 @@ class LayerSettings(Settings):
 
     Args:
         plans: The plans.
-        selective: Whether products of activations are made again in backward.
+        selective: Whether products of activations are recomputed in backward.
         other: The codec of activations that no patched module keeps, in it.
         kept: What it keeps where it is checkpointed; None: its input as it is.
         function: The checkpoint function that the model was given, or None: a compiler finds it here.

@@ -42,7 +42,7 @@ def is_plain(function: Any) -> bool:
 
 
 def switch_on(model: nn.Module, asked: tuple[str, ...] | str) -> None:
-    """Let the layers that `layers_asked_for` finds be computed again in backward.
+    """Let the layers that `layers_asked_for` finds be recomputed in backward.
 
     Raises:
         UnknownOptionError: As `layers_asked_for`.
@@ -74,7 +74,7 @@ def layers_asked_for(model: nn.Module, asked: tuple[str, ...] | str) -> tuple[st
     for part in parts:
         if not layers or (isinstance(asked, tuple) and not any(below(name, part) for name in layers)):
             raise UnknownOptionError("layer to checkpoint", part, layers)
-    # layers inside of a checkpointed layer are computed again with it
+    # layers inside of a checkpointed layer are recomputed with it
     outer = [name for name in chosen if not any(name.startswith(f"{other}.") for other in chosen)]
     if isinstance(asked, tuple):
         return tuple(outer)
@@ -116,7 +116,7 @@ def checkpoint_without_cache(layer: Callable[..., Any], *args: Any, **kwargs: An
 
 
 def is_switched_on(module: nn.Module) -> bool:
-    """Whether `switch_on` lets this layer be computed again."""
+    """Whether `switch_on` lets this layer be recomputed."""
     return _BEFORE in module.__dict__
 
 

@@ -14,7 +14,7 @@ from typing import Any
 class GlobalsCopy:
     """A stock function, and a copy of it over a copy of its file's globals, in which some names are other objects.
 
-    The copy sees the current globals when it is called: it is made again if a global that it reads was replaced. The
+    The copy sees the current globals when it is called: it is made anew if a global that it reads was replaced. The
     wrappers of the function's decorators are copied, too.
 
     Args:

@@ -81,7 +81,7 @@ class PatchedForward:
         # how many training forwards there were, and whether this one measures bits
         self._forwards, self._measuring = 0, False
         self._known: _Structure | None = None
-        # which joined tensors of the model can be made again
+        # which joined tensors of the model can be recomputed
         self._joins: dict[Hashable, bool] = {}
         self.note_structure()
 
@@ -170,7 +170,7 @@ class PatchedForward:
             rows = copies_of_call(self.model, given)
         if self.config.gradient_norms:
             self.generators.samples = samples_of_call(self.model, given)
-        # nodes do not show what a hook has written, so nothing is made again from what they keep
+        # nodes do not show what a hook has written, so nothing is recomputed from what they keep
         on = not seen and not transforms_or_export() and self.config.net and self.config.derive_linear
         other = CODECS[self.config.other].drawing_from(self.generators)
         net = netted(other, self._joins) if on else nullcontext()

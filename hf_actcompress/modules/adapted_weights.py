@@ -54,8 +54,8 @@ def _declare(weight: Tensor, made: Any) -> None:
         bare = copy.copy(adapter)
         bare.__dict__.update(dict.fromkeys(own))
         registered_without_writing(made)
-        made_again = AdaptedWeight(partial(_adapted, bare, tuple(own)))
-        declare(weight, made_again, parameter(made.original), *map(stored_exact, own.values()))
+        recomputed = AdaptedWeight(partial(_adapted, bare, tuple(own)))
+        declare(weight, recomputed, parameter(made.original), *map(stored_exact, own.values()))
 
 
 def _adapted(bare: nn.Module, names: tuple[str, ...], weight: Tensor, *values: Tensor) -> Tensor:

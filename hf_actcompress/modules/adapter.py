@@ -35,7 +35,7 @@ class AdapterMixin(ModuleMixin):
                 out = super().forward(*args, **kwargs)
             else:
                 out = recalled(args[0], partial(super().forward, *args, **kwargs))
-        # an adapted parameter is made again in backward, and under autocast the casts of weights
+        # an adapted parameter is recomputed in backward, and under autocast the casts of weights
         if adapts or (args and isinstance(args[0], Tensor) and autocast_dtype(args[0]) is not None):
             refuse_merges([self], out)
         return out

@@ -1,6 +1,6 @@
 """Modules with hooks of the user, which may write where no version counter sees it: ``output.data[...] = 0``.
 
-Stock differentiates what is in a tensor when backward reads it. So what a hook has been handed must not be made again
+Stock differentiates what is in a tensor when backward reads it. So what a hook has been handed must not be recomputed
 from what it was made of before the hook. Such modules get two more hooks behind those of the user, by which the
 registry forgets the tensors that the user's hooks were handed.
 """

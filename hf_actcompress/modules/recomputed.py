@@ -51,7 +51,7 @@ class BatchNormMixin(ModuleMixin):
 
 
 def _normed(eps: float, running: bool, affine: bool, x: Tensor, *sources: Tensor) -> Tensor:
-    """A BatchNorm's output, made again. It updates no running statistics."""
+    """A BatchNorm's output, recomputed. It updates no running statistics."""
     mean, var = sources[:2] if running else (None, None)
     weight, bias = sources[-2:] if affine else (None, None)
     return nn.functional.batch_norm(x, mean, var, weight, bias, not running, 0.0, eps)

@@ -2,7 +2,7 @@
 
 They behave like any tensor. Slices and scales of them stay deferred, and the functions of `row_functions` (log-softmax,
 gather, logsumexp, entropy, cross entropy, ...) keep nothing of vocabulary size for backward: their gradient arrives at
-the head as a `LogitsGradient`, for which the logits are computed again, a few rows at a time.
+the head as a `LogitsGradient`, for which the logits are recomputed, a few rows at a time.
 """
 
 from __future__ import annotations

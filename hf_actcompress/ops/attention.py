@@ -208,7 +208,7 @@ def recomputed_attention(
         mask: Bool or additive mask, or None.
         bias: A position bias that may need a gradient, or None.
         is_causal: Whether the call masks the upper triangle itself: then padding on the right needs no mask.
-        codec: How q, k and v are stored. The statistics are computed again from the stored tensors, so they fit these.
+        codec: How q, k and v are stored. The statistics are recomputed from the stored tensors, so they fit these.
             The next linear layer keeps the output through this codec, too, and uses it for its weight's gradient only.
         draws: Whether the call draws random numbers, as with dropout.
 

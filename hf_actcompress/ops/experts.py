@@ -2,7 +2,7 @@
 
 Row i of the S pairs of token and expert gives w[i] * (h[i] @ W[e] + b[e]). Stock keeps that product for the gradient of
 w. It is not needed: with t = dy @ W[e]^T, which is the gradient of h without the factor w, the gradient of w is
-t . h + dy . b[e]. In fp32, where this other order of the sums would be visible, the product is computed again.
+t . h + dy . b[e]. In fp32, where this other order of the sums would be visible, the product is recomputed.
 """
 
 from __future__ import annotations

@@ -68,7 +68,7 @@ def _function(name: str, x: Tensor, row: str | None = None) -> Callable[..., Any
 
 
 def _op(schema: str, fake: Callable[..., Any], pointwise: bool = True) -> Callable[[Callable[..., Any]], Any]:
-    """Make a function a node of that schema; `fake` gives shapes and dtypes. A pointwise one is cheap to make again."""
+    """Make a function a node of that schema; `fake` gives shapes and dtypes. A pointwise one is cheap to recompute."""
 
     def wrap(run: Callable[..., Any]) -> Any:
         _LIBRARY.define(schema, tags=[torch.Tag.pointwise] if pointwise else [])  # type: ignore[no-untyped-call]

@@ -14,7 +14,7 @@ from .module_hooks import ModuleHooks, may_write, places_of
 from .nested import is_foreign, tensors_in, without_inference
 from .net import netted
 from .outside import hooks_outside
-from .own_ops import applied, is_made_again
+from .own_ops import applied, is_recomputed
 from .padding import (
     Padding,
     checkpointed,
@@ -80,7 +80,7 @@ __all__ = [
     "is_dropped",
     "is_foreign",
     "is_lossless",
-    "is_made_again",
+    "is_recomputed",
     "keep",
     "kept_through",
     "known_record",

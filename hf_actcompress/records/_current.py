@@ -25,11 +25,11 @@ class Netting:
     declared: Any = None
 
     def makes(self, x: Tensor) -> bool:
-        """Whether x, which is saved next, is made again and not kept."""
+        """Whether x, which is saved next, is recomputed and not kept."""
         raise NotImplementedError
 
     def is_made(self, x: Tensor) -> bool:
-        """Whether x, which has been saved, is made again and not kept."""
+        """Whether x, which has been saved, is recomputed and not kept."""
         raise NotImplementedError
 
     def saved_by(self, node: Any) -> list[Held]:

@@ -1,4 +1,4 @@
-"""Parts and rows of weights: each is made again of the parameter, or of a weight that an adapter has made for one call.
+"""Parts and rows of weights: recomputed from the parameter, or from a weight that an adapter has made for one call.
 
 Stock keeps the adapted weight of a stack of experts as a whole, or one part of it for each expert that was chosen, or
 rows for each pair of token and expert. The forward has made all of that weight, so to make all of it again for the
@@ -56,7 +56,7 @@ class Weights:
         self._held: dict[tuple[int, int], weakref.ref[Held]] = {}
 
     def made(self, x: Tensor, net: Keeping) -> tuple[Callable[..., Tensor], list[Held]] | None:
-        """How x is made again, if it is a part of an adapted weight, or rows of any weight; else None."""
+        """How x is recomputed, if it is a part of an adapted weight, or rows of any weight; else None."""
         base, source = x._base, gathered_from(x.grad_fn)
         if source is None:
             weight = None if base is None or base.grad_fn is None else self._of(base.grad_fn, base.output_nr, net)

@@ -52,7 +52,7 @@ class Mask:
         dtype: bool, or the dtype of the numbers 0 and 1 / keep, by which a dropout on a CPU multiplies.
         keep: The probability that an element is not dropped.
         given: How the dropout's input can be had in backward, if that takes no further memory. The dropout's output
-            is then computed again from this and the mask. None: the output cannot be computed again.
+            is then recomputed from this and the mask. None: the output cannot be recomputed.
     """
 
     __slots__ = ("__weakref__", "bits", "dtype", "given", "keep", "shape")

@@ -1,7 +1,7 @@
 """Tensors that join others which are kept anyway: sums of residual branches, concatenations, maps in another order.
 
 The node of a sum saves nothing, so it does not have what the sum is made from. But what went into the sum is often
-kept or made again: the sum of a BatchNorm's output and a shortcut, or of a layer's input and its scaled output. Then
+kept or recomputed: the sum of a BatchNorm's output and a shortcut, or of a layer's input and its scaled output. Then
 the sum need not be kept. So it is with windows of a norm's output, and with a norm's output that is rotated. A chain
 of sums (the residual stream) is kept at every `LONGEST`-th sum, so that backward never makes more than that many sums
 at a time.
@@ -54,7 +54,7 @@ class Finder(NamedTuple):
     """What is held of the graph of a tensor.
 
     Attributes:
-        x: The tensor, which is to be made again.
+        x: The tensor, which is to be recomputed.
         output: What is held for the output of a node with that number; None if it is not kept.
         saved: What is held for the tensors that a node has saved.
         keep: Keeps a tensor.
@@ -105,7 +105,7 @@ class Joined(NamedTuple):
 def joined(
     node: Any, number: int, finder: Finder, first: Held | None = None, way: tuple[Any, ...] = ()
 ) -> Joined | None:
-    """How an output of a node is made again; None if a part of it is not kept.
+    """How an output of a node is recomputed; None if a part of it is not kept.
 
     Args:
         node: The node.
@@ -198,7 +198,7 @@ def made_exactly(compute: Compute, sources: Iterable[Held], x: Tensor) -> Made |
 
 
 def unsharded(held: Held, x: Tensor) -> Held | None:
-    """What to hold for a part of x instead of a weight that FSDP or ZeRO-3 may shard until x is made again.
+    """What to hold for a part of x instead of a weight that FSDP or ZeRO-3 may shard until x is recomputed.
 
     A small weight (the scale of a layer) is copied; for a large one this is None.
     """

@@ -1,6 +1,6 @@
 """Hooks of modules, as they are when a forward begins. A checkpointed region runs again with the same ones.
 
-Hooks that return other tensors, or write on those that they are handed, decide what can be made again. A second run
+Hooks that return other tensors, or write on those that they are handed, decide what can be recomputed. A second run
 with more or fewer hooks would save other tensors than the first.
 """
 

@@ -1,4 +1,4 @@
-"""The net under all rules: a tensor that code without a rule saves is not kept if it can be computed again.
+"""The net under all rules: a tensor that code without a rule saves is not kept if it can be recomputed.
 
 While the forward of a patched model runs, saved-tensor hooks look at every tensor that autograd saves. It is not kept
 
@@ -76,9 +76,9 @@ class Net(Netting):
         # outer hooks may move away what entries hold
         self.declared = Noted(self._parts is not None)
         self._weights = Weights(self.declared)
-        # how the tensor is computed again about which an op of ours has asked last
+        # how the tensor is recomputed about which an op of ours has asked last
         self._asked: Held | None = None
-        # id of a tensor object -> how it is computed again; an entry ends with the object
+        # id of a tensor object -> how it is recomputed; an entry ends with the object
         self._made: dict[int, tuple[weakref.ref[Tensor], int, weakref.ref[Held]]] = {}
 
     def pack(self, x: Tensor) -> Held:
@@ -150,7 +150,7 @@ class Net(Netting):
         return Kept(tuple(map(self.outside[0], parts)), None, slot)
 
     def _recorded(self, x: Tensor) -> Held | None:
-        """How x is made again by its record in the registry, which knows our ops' tensors; None without a record."""
+        """How x is recomputed by its record in the registry, which knows our ops' tensors; None without a record."""
         record = known_record(x)
         if record is None or is_dropped(record):
             # padding rows are dropped only in ops that check the gradient in those rows
@@ -176,7 +176,7 @@ class Net(Netting):
         return self._kept(*leaves.tensors, slot=slot)
 
     def _computed(self, x: Tensor, own: bool = False) -> Made | None:
-        """How x is computed again from what its autograd node holds; for a view, from what its base's node holds.
+        """How x is recomputed from what its autograd node holds; for a view, from what its base's node holds.
 
         Our own ops keep gathered rows of a weight as they are, because without a report they do not ask the net about
         them. Checkpointing does the same, because its codec must not take more than what it replaces.
@@ -211,7 +211,7 @@ class Net(Netting):
         return held
 
     def _joined(self, x: Tensor) -> Made | None:
-        """How x is made again, if it is a sum or another join of tensors that are held, or made from held ones."""
+        """How x is recomputed, if it is a sum or another join of tensors that are held, or made from held ones."""
         first = None
         if x._version:
             # a sum in place is the only write since the record was declared, so this record gives the first summand
@@ -243,7 +243,7 @@ class Net(Netting):
         return self._by_record(record) if keeps_nothing_new(record) else None
 
     def _pointwise(self, node: Any, x: Tensor) -> tuple[Callable[..., Tensor], list[Held]] | None:
-        """How a node's output is made again, if the node saved its inputs; x is that output, or what is made of it."""
+        """How a node's output is recomputed, if the node saved its inputs; x is that output, or what is made of it."""
         row = pointwise(node)
         sources = None if row is None else self._sources(row, node)
         if row is None or sources is None or not proved(node, row, x.dtype, x.device):
@@ -251,7 +251,7 @@ class Net(Netting):
         return computation(row, node), sources
 
     def _of_weight(self, x: Tensor) -> tuple[Callable[..., Tensor], list[Held]] | None:
-        """How x is made again, if it is a part or rows of a weight (an expert's weight for each token); else None."""
+        """How x is recomputed, if it is a part or rows of a weight (an expert's weight for each token); else None."""
         return self._weights.made(x, Keeping(self.saved_by, self._kept, self._by_record))
 
     def saved_by(self, node: Any) -> list[Held]:
@@ -280,10 +280,10 @@ class Net(Netting):
 
 @contextmanager
 def netted(codec: Codec, proved: dict[Hashable, bool]) -> Iterator[None]:
-    """While the block runs, autograd in this thread keeps nothing that can be computed again. For one forward.
+    """While the block runs, autograd in this thread keeps nothing that can be recomputed. For one forward.
 
     Args:
-        codec: How activations are stored that stock code saves and that cannot be computed again.
+        codec: How activations are stored that stock code saves and that cannot be recomputed.
         proved: What earlier forwards of the model have found out about its joined tensors (`joined.Trials`).
     """
     if not torch.is_grad_enabled() or checkpointed() or not saved_tensor_hooks_allowed():

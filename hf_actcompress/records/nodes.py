@@ -1,4 +1,4 @@
-"""Autograd nodes of torch that save everything that their output is computed from, and how to compute it again.
+"""Autograd nodes of torch that save everything that their output is computed from, and how to recompute it.
 
 The node of a product `y = a * b` in stock code keeps a and b. An op that saves y later need not keep y, because that
 node has both factors. Only pointwise functions and pooling are listed, because they are cheap, and computing them
@@ -23,7 +23,7 @@ from .joining import signed
 
 @dataclass(frozen=True)
 class Pointwise:
-    """How the output of one kind of node is computed again.
+    """How the output of one kind of node is recomputed.
 
     Args:
         compute: Takes the saved tensors in the order in which the node saves them, and the options by name.
@@ -160,7 +160,7 @@ def proved(node: Any, row: Pointwise, dtype: torch.dtype, device: torch.device) 
     key = type(node), dtype, device.type
     if key not in _proved:
         with unset_fake_temporarily():
-            _proved[key] = _is_made_again(node, row, _numbers(device).to(dtype))
+            _proved[key] = _is_recomputed(node, row, _numbers(device).to(dtype))
     return _proved[key]
 
 
@@ -172,8 +172,8 @@ def _numbers(device: torch.device) -> Tensor:
         return torch.linspace(0.1, 3, 64, device="cpu").view(4, 16)
 
 
-def _is_made_again(node: Any, row: Pointwise, numbers: Tensor) -> bool:
-    """Make a node of that kind from these numbers, take what it saves, and compare its output computed again."""
+def _is_recomputed(node: Any, row: Pointwise, numbers: Tensor) -> bool:
+    """Make a node of that kind from these numbers, take what it saves, and compare its output recomputed."""
     options = _options(row, node)
     drawing_on = [numbers.device] if numbers.is_cuda else []
     leaves = [numbers.clone().requires_grad_(), numbers.flip(0).contiguous().requires_grad_()][: row.tensors]

@@ -115,7 +115,7 @@ def applied(function: _Function[_Result_co], *inputs: Any) -> _Result_co:
             own_tensors.asked = None
 
 
-def is_made_again(x: Tensor) -> bool:
+def is_recomputed(x: Tensor) -> bool:
     """Whether the net will make x again, if the op that runs saves it; so that saving x costs nothing."""
     net = current.net
     if net is None or own_tensors.asked is None or x.grad_fn is None:

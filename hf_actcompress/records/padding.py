@@ -224,5 +224,5 @@ def restores_rows(record: Record) -> bool:
 
 
 def keeps_nothing_new(record: Record) -> bool:
-    """Whether the record's value is made again bit by bit, from tensors alone that are kept already."""
+    """Whether the record's value is recomputed bit by bit, from tensors alone that are kept already."""
     return isinstance(record, Derived) and not (is_pending(record) or is_dropped(record)) and is_lossless(record)

@@ -33,7 +33,7 @@ class Replay(Netting):
         self.hooks = self._collect, itself
 
     def linear(self, x: Tensor, compute: Callable[[], Tensor]) -> Tensor:
-        """What this layer returned the first time; if that was not kept, it is computed again."""
+        """What this layer returned the first time; if that was not kept, it is recomputed."""
         y = next(self._given, None)
         if y is not None:
             return y

@@ -87,7 +87,7 @@ class Call:
         self._inputs = [_Seen(t) for t in tensors_in((args, kwargs))]
         # new containers, because the module may put its results into a dict that it was given
         self._given: Any = replaced((args, kwargs), repeat(None))
-        # None for an output that was modified in place: it is computed again
+        # None for an output that was modified in place: it is recomputed
         self._linear: list[_Seen | None] = []
         # storages of the linear layers' inputs
         self._read: set[int] = set()

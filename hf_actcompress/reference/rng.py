@@ -1,7 +1,7 @@
 """Random numbers for the codecs, from separate generators; each patched model has its own.
 
 torch's default generators are left alone, so that dropout draws the stock model's masks under every preset. A
-checkpointed region draws other numbers when it is computed again. That is as good, because what the first pass packed
+checkpointed region draws other numbers when it is recomputed. That is as good, because what the first pass packed
 was dropped. Each process of a distributed run draws its own numbers.
 
 A codec of a patched model carries the model's `Generators` and passes them to `drawn_from`. So they are found wherever

@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-# the archive is made again if it is older than this
+# the archive is made anew if it is older than this
 SECONDS_BETWEEN_ARCHIVES = 5.0
 # for a job that is interrupted
 SECONDS_TO_END = 4.0

@@ -142,7 +142,7 @@ def _judge_against(reference: Case, case: Case, ours: Result) -> list[Failure]:
             same = type(ours) is type(stock) or may_refuse(case) or (changed and isinstance(ours, RuntimeError))
             return [] if same else [Failure(f"another error: {_short(ours)}", f"stock: {_short(stock)}")]
         remark = _right_anyway(reference, case, ours)
-        # what is computed again is right after a write that stock's saved tensors do not allow
+        # what is recomputed is right after a write that stock's saved tensors do not allow
         right = remark == RIGHT or case.program == "autocast-backward"
         return [] if right else [Failure(f"only stock raises: {_short(stock)}", remark + _line(stock))]
     if isinstance(ours, PaddingError) and may_refuse(case):

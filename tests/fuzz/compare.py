@@ -239,7 +239,7 @@ def _within_bound(case: Case, pairs: list[tuple[Seen, Tensor]]) -> list[Failure]
     # a matrix multiplied by 500 saturates the ops behind it; then a small error can change whole rows
     bound = BOUNDS[case.preset] if case.special != "large-weight" else float("inf")
     if case.lora != "none" and case.checkpointing != "none" and config_of(case).checkpoint_input != "identity":
-        # only adapters are trained, and their layer is computed again from a rounded input: with int8 the error is
+        # only adapters are trained, and their layer is recomputed from a rounded input: with int8 the error is
         # 0.35 for one of 20 seeds
         bound *= 4
     error = relative([(seen.value, stock) for seen, stock in pairs])

@@ -48,7 +48,7 @@ def _others(name: str) -> dict[str, Any]:
 def _case(name: str, preset: str, **fields: Any) -> Case:
     case = Case(preset=preset, batch=2, length=7, **fields, **_others(name)).tidy()
     if preset == "int8" and case.lora != "none" and case.checkpointing != "none":
-        # adapters alone, of layers that are computed again from rounded inputs: no limit tells wrong from lossy
+        # adapters alone, of layers that are recomputed from rounded inputs: no limit tells wrong from lossy
         case = replace(case, checkpointing="none")
     return case
 

@@ -134,7 +134,7 @@ def test_bitsandbytes_runs_by_plans(
 ) -> None:
     """A quantised layer is one node of its layer's graph. What is kept is what modules keep, or less.
 
-    An adapter's second product of 16 features is not cheap to make again, so the sum with the base layer's is kept.
+    An adapter's second product of 16 features is not cheap to recompute, so the sum with the base layer's is kept.
     """
     _bitsandbytes()
     results, kept = [], []

@@ -72,7 +72,7 @@ def test_attention_does_not_run_again(name: str, padding: str, reentrant: bool) 
 @pytest.mark.parametrize("name", ["llama", "bert"])
 @pytest.mark.parametrize("mode", ["bf16", "autocast"])
 def test_with_tiles_and_dropout_in_other_modes(config: CompressionConfig, name: str, mode: str) -> None:
-    """The random numbers stay the same. Attention with dropout is computed again."""
+    """The random numbers stay the same. Attention with dropout is recomputed."""
     for dropout in (0.0, 0.1):
         model, batch = checkpointed(name, mode, dropout=dropout), BY_NAME[name].make_batch("right")
         expected = step(patch_model(model, replace(BODY, tiled_mlp=config.tiled_mlp)), batch, mode)

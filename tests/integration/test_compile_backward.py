@@ -138,7 +138,7 @@ def test_a_second_loss(reduce: bool, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", ["llama", "gpt2-gelu-tanh", "bert"])
 def test_gradients_of_weights_come_first(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What reads the gradient of an input that is computed again waits for that of one weight; the same bits.
+    """What reads the gradient of an input that is recomputed waits for that of one weight; the same bits.
 
     Backward computes three inputs of each layer again: those of all linear layers but the one behind attention.
     """

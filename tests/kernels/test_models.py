@@ -54,7 +54,7 @@ PASSES = {
 @pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize("name", PASSES)
 def test_passes_over_an_mlp(name: str, checkpointed: bool) -> None:
-    """Layers run by plans. A gated MLP's product is computed again in backward by the kernel of its gradients."""
+    """Layers run by plans. A gated MLP's product is recomputed in backward by the kernel of its gradients."""
     model, batch = on_device(BY_NAME[name], "bf16", 0)
     batch = {key: x[:1, :6] for key, x in batch.items()}
     layers = model.config.num_hidden_layers

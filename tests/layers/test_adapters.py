@@ -149,7 +149,7 @@ def test_adapters_that_are_off(what: str) -> None:
 
 
 def test_an_adapter_that_is_merged_before_a_checkpointed_backward_raises() -> None:
-    """Its weights are written through `.data`, which no version counter sees, and the layer is computed again."""
+    """Its weights are written through `.data`, which no version counter sees, and the layer is recomputed."""
     base = BY_NAME["llama"].build()
     model = peft.get_peft_model(base, peft.LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))
     patch_model(model).gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

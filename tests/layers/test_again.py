@@ -1,4 +1,4 @@
-"""Outputs that a plan's readers have made again from what the plan keeps."""
+"""Outputs that a plan's readers have recomputed from what the plan keeps."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.layers.plans import plans_of
 
 
 class TwoSums(nn.Module):
-    """Keeps the sum in between for its second norm, and what it gates; its output is made again from the two."""
+    """Keeps the sum in between for its second norm, and what it gates; its output is recomputed from the two."""
 
     def __init__(self) -> None:
         super().__init__()

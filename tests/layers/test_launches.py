@@ -20,7 +20,7 @@ from tests.layers.plans import PLANS, calls
 
 # these are not views, but run no kernel either
 _NOTHING = ("detach", "empty", "empty_like", "new_empty", "_unsafe_view", "_reshape_alias", "lift_fresh", "alias")
-# model, dtype, rate of dropout -> the largest allowed ratio of a layer's launches to stock's. What is made again in
+# model, dtype, rate of dropout -> the largest allowed ratio of a layer's launches to stock's. What is recomputed in
 # backward is launched once more: norms, activations, masks of dropout
 LIMITS = {
     ("llama", torch.bfloat16, 0.0): 1.11,

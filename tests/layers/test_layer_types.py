@@ -84,7 +84,7 @@ def test_no_more_bytes_than_module_by_module(kind: str) -> None:
     assert plans <= (1.01 if kind.startswith("cohere") else 1.0) * leaves
     if kind in ("olmo2", "gemma3_text"):
         # the two sums behind the norms of products, which the leaf path keeps
-        # of two layers in turn one; made again from layer to layer, all would be there at once in backward
+        # of two layers in turn one; recomputed from layer to layer, all would be there at once in backward
         assert leaves - plans >= (2 * 2 * 18 * SMALL["hidden_size"] * 4) / 2
 
 

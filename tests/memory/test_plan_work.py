@@ -58,7 +58,7 @@ def test_frozen_weights_have_half_a_backward_and_packed_ones_are_whole(name: str
     attention = 4 * S * T * 64
     trained = layer(config, cuda=cuda)
     backward = 2 * linear(*shapes) + ATTENTION_BACKWARD * attention
-    # the products of the MLP are those that tiles compute again
+    # the products of the MLP are those that tiles recompute
     assert trained == Work(linear(*shapes), attention, backward, linear(*shapes[-3 if name == "Llama" else -2 :]))
     products = linear(*shapes) + adapters(*shapes)
     backward = linear(*shapes) + 2 * adapters(*shapes) + ATTENTION_BACKWARD * attention

@@ -1,4 +1,4 @@
-"""Norms, sums and pooling of feature maps: which of their outputs are kept, and which are computed again."""
+"""Norms, sums and pooling of feature maps: which of their outputs are kept, and which are recomputed."""
 
 from __future__ import annotations
 

@@ -142,7 +142,7 @@ def test_ten_bits_are_for_scores_that_are_not_scaled() -> None:
 
 
 def test_relus_behind_batch_norms() -> None:
-    """They keep their own bits, because their inputs are computed again from what the BatchNorm keeps.
+    """They keep their own bits, because their inputs are recomputed from what the BatchNorm keeps.
 
     Without these bits the error is 12%.
     """

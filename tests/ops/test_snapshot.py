@@ -54,7 +54,7 @@ def test_which_copies_call_each_other_only() -> None:
 
 
 def test_an_adapter_that_is_merged_before_the_backward_raises() -> None:
-    """Its weights are written through `.data`, so no version shows it, and the MLP is computed again."""
+    """Its weights are written through `.data`, so no version shows it, and the MLP is recomputed."""
     peft = pytest.importorskip("peft")
     lora = peft.LoraConfig(target_modules=["gate_proj", "up_proj"], r=4)
     model: Any = patch_model(peft.get_peft_model(hf.LlamaForCausalLM(_LLAMA), lora), CompressionConfig(tiled_mlp=8))

@@ -65,7 +65,7 @@ def test_the_benchmark_counts_what_host_time_counts(tmp_path: Path) -> None:
     assert [row.host for row in rows] == [row.counts for row in of_host]
     assert all(row.host_us > 0 and row.host_ratio > 0 for row in rows)
     assert (exact.products, exact.attentions) == (stock.products, stock.attentions) == (21, 2)
-    # norms are made again op by op where there is no kernel for them
+    # norms are recomputed op by op where there is no kernel for them
     assert exact.launches <= 1.1 * stock.launches and exact.moved_forward == stock.moved_forward > 0
     report = importlib.import_module("common.bench_report")
     text = report.markdown(rows, report.environment("cpu", "", vars(options)))

@@ -38,7 +38,7 @@ class Masked(nn.Module):
 
 
 def test_an_input_is_not_made_of_another_one() -> None:
-    # y was made again as x * mask: x was taken for a factor that the product has saved, because it was saved after it
+    # y was recomputed as x * mask: x was taken for a factor that the product has saved, because it was saved after it
     torch.manual_seed(0)
     stock = Masked().train()
     ours = patch_model(copy.deepcopy(stock))

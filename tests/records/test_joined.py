@@ -145,7 +145,7 @@ def test_a_summand_that_was_written_on_is_seen() -> None:
 
 
 def test_a_scale_that_is_sharded_after_the_forward_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The sum is made again in the backward of another layer, for which FSDP does not gather this one's weights."""
+    """The sum is recomputed in the backward of another layer, for which FSDP does not gather this one's weights."""
     monkeypatch.setattr(joined, "distributed", lambda: True)
     a, weight = leaves(SHAPE, (3, 6, 2, 2))
 

@@ -1,4 +1,4 @@
-"""The net under all rules: what stock code saves is not kept where it can be computed again, with stock's bits."""
+"""The net under all rules: what stock code saves is not kept where it can be recomputed, with stock's bits."""
 
 from __future__ import annotations
 
@@ -247,5 +247,5 @@ def test_indices_of_a_max_pooling_take_fewer_bytes() -> None:
         return F.max_pool2d((a + 1).sin(), 3, 2, 1).sum()
 
     assert_same(forward, (a,))
-    # 6 of the 8 bytes of an index; and the sine, which is made again
+    # 6 of the 8 bytes of an index; and the sine, which is recomputed
     assert kept(forward, stock) - kept(forward, net) == 6 * 2 * 8 * 12 * 12 + a.nbytes

@@ -173,7 +173,7 @@ class CopiedAttention(nn.Module):
 
 @pytest.mark.parametrize("swapped", [(1, 2), (-3, -2), (0, 1), (2, 3)])
 def test_the_copy_of_an_attentions_output(swapped: tuple[int, int]) -> None:
-    """It is made again, in whatever order its dimensions are copied."""
+    """It is recomputed, in whatever order its dimensions are copied."""
     torch.manual_seed(0)
     stock = CopiedAttention()
     ours = patch_model(copy.deepcopy(stock), CompressionConfig(selective=False))

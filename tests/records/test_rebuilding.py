@@ -1,4 +1,4 @@
-"""What was not kept is computed again in backward: once per backward, and freed after its last consumer."""
+"""What was not kept is recomputed in backward: once per backward, and freed after its last consumer."""
 
 from __future__ import annotations
 

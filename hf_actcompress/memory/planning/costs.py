@@ -8,7 +8,7 @@ Time is a fraction of the layer's own forward F and backward B, in floating-poin
 | checkpoint | F again; without attention's products A where its output is kept |
 | compressed or offloaded checkpoint | F again, and its input is packed and unpacked, or moved, as below |
 | int8, fp8, int4 | packing and unpacking each read one form and write the other: 2 (raw + packed) bytes |
-| attention's tensors on a device | its products are computed again, A |
+| attention's tensors on a device | its products are recomputed, A |
 | offload | the raw bytes are read and written, and the copies take longer than what runs beside them (below) |
 
 Copies to the host run beside the layer's forward, F, and copies back run beside its backward, B. Only the time by

@@ -132,7 +132,7 @@ def layer_options(
 ) -> list[LayerOption]:
     """Every way to keep a layer of this run, with what `measured` says of each preset.
 
-    Under `tiles` the MLPs are computed again in backward. A checkpointed layer computes them again in any case.
+    Under `tiles` the MLPs are recomputed in backward. A checkpointed layer computes them again in any case.
     """
     presets = [name for name in STORAGE if name in measured]
     exact = measured["exact"].layers[run]

@@ -128,7 +128,7 @@ class _Held:
         self._called = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # while the layer is computed again, torch's checkpoint holds two states: that of the forward, and the current
+        # while the layer is recomputed, torch's checkpoint holds two states: that of the forward, and the current
         # one
         now = torch.empty_like(self._state) if self._called and self._state is not None else None
         self._called = True
