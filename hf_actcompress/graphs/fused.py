@@ -46,7 +46,7 @@ def _add_in_norm(graph: Graph, total: Node) -> None:
                     again = graph.call_function(operator.getitem, (new, reader.args[1]))
                     again.meta = dict(reader.meta)
                     (total if reader is made else reader).replace_all_uses_with(again)
-        for dead in (total, *readers, norm):
+        for dead in dict.fromkeys((total, *readers, norm)):
             if not dead.users and dead.op == "call_function":
                 graph.erase_node(dead)
         return
