@@ -79,9 +79,12 @@ class _Product(torch.autograd.Function):
 
 def _of_integers(layer: QuantizedLinear, x: Tensor) -> Tensor:
     """A product of 8-bit integers, whose sums have 32 bits until they are scaled."""
-    shape = (*x.shape[:-1], layer.out_features)
-    sums = x.new_empty(shape, dtype=torch.int32)
-    return torch.empty_like(sums, dtype=x.dtype)
+    rows, columns = x.numel() // x.size(-1), layer.out_features
+    sums, code = x.new_empty(rows, columns, dtype=torch.int32), x.new_empty(1)
+    # a product of the same shapes, for its count of operations and its result; codes take no memory here
+    y = torch.mm(code.expand(rows, x.size(-1)), code.expand(x.size(-1), columns))
+    del sums
+    return y.view(*x.shape[:-1], columns)
 
 
 def _scaled(layer: QuantizedLinear, like: Tensor) -> Tensor:
