@@ -189,6 +189,8 @@ def described(name: str) -> dict[str, Any]:
 
 def write(name: str, folder: Path, modes: Sequence[str] = (), strategies: Sequence[str] = ()) -> None:
     """Trace a class and write its file; with some modes or strategies, replace only these in the file."""
+    # before the traces, which take minutes
+    folder.mkdir(parents=True, exist_ok=True)
     file, known = folder / f"{name}.json", None
     if modes or strategies:
         known = json.loads(file.read_text(encoding="utf-8"))
