@@ -185,8 +185,7 @@ def _learn(
     slots = tuple(slot._replace(index=_place(slot.index, noted)) for slot, _ in updates)
     sizes = Sizes(joint) if setting.dynamic else None
     rows = None if setting.left_out is None else TokenSizes(joint, setting.left_out is Padding)
-    plan = _made(joint, setting.again, _others(layer), rows)
-    return Known(plan, returned[0], slots, sizes, tuple(made)), {
+    return Known(_made(joint, setting.again, _others(layer), rows), returned[0], slots, sizes, tuple(made)), {
         place for place, number in noted.items() if number.used
     }
 
