@@ -1,64 +1,70 @@
-"""What a traced call does beside its tensors: a change to objects that modules hold, such as a counter or a buffer.
+"""What a traced call does beside its tensors: it changes an attribute, such as a counter, or a list of a module.
 
-A plan would not repeat it, and a call that is traced and then runs would do it twice. So it is undone, and the layer
-runs module by module.
+A plan would not repeat that, and a call that is traced and then runs would do it twice.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 from torch import Tensor, nn
 
 from ..graphs.trace import NotTraced
-from ..ops.snapshot import Snapshot
 
 _OF_EVERY_MODULE = frozenset(vars(nn.Module()))
-_OTHERS = (nn.Module, Tensor, type, FunctionType, MethodType, ModuleType)
+_WITHOUT_STATE = (nn.Module, Tensor, type, FunctionType, MethodType, ModuleType)
 # values that are the same if they are equal
 _PLAIN = (bool, int, float, str)
 
 
-@contextmanager
-def no_effects(layer: nn.Module, copies: Snapshot) -> Iterator[None]:
-    """While the block runs, nothing may change in the lists, dictionaries and objects that a layer's modules, or the
-    copies of them that run, hold.
+def without_effects(copy: nn.Module, run: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """Run the code of a layer's copy, which may share objects with the layer.
 
     Raises:
-        NotTraced: Something has. It is as before then.
+        NotTraced: The code has changed an attribute of a module, or an object, a list or a dictionary that one holds.
+            What the layer shares is as before then.
     """
-    held = [*_held_by(layer), *copies.containers()]
-    before = [(name, value, state) for name, value in held if (state := _state_of(value)) is not None]
+    before = list(_states(copy))
     try:
-        yield
+        value = run(*args, **kwargs)
     finally:
-        changed = [(name, value, state) for name, value, state in before if not _same(_state_of(value), state)]
-        for _, value, state in changed:
-            _restore(value, state)
+        changed = [(place, holder, state) for place, holder, state in before if not _same(_own(holder), state)]
+        for _, holder, state in changed:
+            _restore(holder, state)
     if changed:
-        raise NotTraced(f"its code changes what {changed[0][0]} holds")
+        raise NotTraced(f"its code changes {changed[0][0]}")
+    return value
 
 
-def _held_by(layer: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Objects that modules hold as plain attributes, and lists and dictionaries of theirs or of these objects."""
-    for path, module in layer.named_modules():
+def _states(copy: nn.Module) -> Iterator[tuple[str, Any, Any]]:
+    """What may change, each with its place and a copy of its state: modules, what they hold, and what that holds."""
+    for path, module in copy.named_modules():
+        yield path or "an attribute of the layer", module, _own(module).copy()
         for name, value in vars(module).items():
             if name not in _OF_EVERY_MODULE:
-                place = f"{path}.{name}".lstrip(".")
-                yield place, value
-                if not isinstance(value, (list, dict)) and (state := _state_of(value)) is not None:
-                    yield from ((f"{place}.{key}", x) for key, x in state.items() if isinstance(x, (list, dict)))
+                yield from _states_in(f"{path}.{name}".lstrip("."), value, deep=True)
 
 
-def _state_of(value: Any) -> Any:
-    """A copy of what may change in an object; None if that is not known."""
-    if isinstance(value, (list, dict)):
-        return value.copy()
-    own = getattr(value, "__dict__", None)
-    return dict(own) if isinstance(own, dict) and not isinstance(value, _OTHERS) else None
+def _states_in(place: str, value: Any, deep: bool) -> Iterator[tuple[str, Any, Any]]:
+    own = _own(value)
+    if own is not None:
+        yield place, value, own.copy()
+        # an object's lists and dictionaries, but not those in a list
+        for name, inner in own.items() if deep and own is not value else ():
+            if isinstance(inner, (list, dict)):
+                yield from _states_in(f"{place}.{name}", inner, deep=False)
+
+
+def _own(holder: Any) -> Any:
+    """The list or dictionary of what an object holds; None if it holds nothing that could change."""
+    if isinstance(holder, (list, dict)):
+        return holder
+    if isinstance(holder, nn.Module):
+        return {name: value for name, value in vars(holder).items() if name not in _OF_EVERY_MODULE}
+    own = getattr(holder, "__dict__", None)
+    return own if isinstance(own, dict) and not isinstance(holder, _WITHOUT_STATE) else None
 
 
 def _same(now: Any, before: Any) -> bool:
@@ -71,10 +77,9 @@ def _is(now: Any, before: Any) -> bool:
     return now is before or (isinstance(before, _PLAIN) and type(now) is type(before) and now == before)
 
 
-def _restore(value: Any, state: Any) -> None:
-    if isinstance(value, list):
-        value[:] = state
-        return
-    own = value if isinstance(value, dict) else vars(value)
-    own.clear()
-    own.update(state)
+def _restore(holder: Any, state: Any) -> None:
+    # a module is a copy, and goes
+    if not isinstance(holder, nn.Module):
+        own = _own(holder)
+        own.clear()
+        own.extend(state) if isinstance(own, list) else own.update(state)

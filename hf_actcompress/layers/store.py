@@ -29,7 +29,7 @@ from ..private_apis import without_dispatch_modes, without_saved_tensor_hooks
 from ..records import Padding
 from ..roles import Role
 from .caches import Slot, is_filled, stand_in
-from .effects import no_effects
+from .effects import without_effects
 from .given import CallArguments, Returned, Unknown
 from .numbers import Number
 from .opaque_linear import node_of
@@ -175,8 +175,7 @@ def _learn(
         return [*found.tensors, *(x for _, heads in updates for x in heads)]
 
     inputs = [*snapshot.tensors, *given.tensors]
-    nodes = opaque.traced_calls({"mask": given.masks, "integer": integers})
-    with no_effects(layer, snapshot), foreign_functions_are_nodes(), nodes as made:
+    with foreign_functions_are_nodes(), opaque.traced_calls({"mask": given.masks, "integer": integers}) as made:
         joint = trace(call, inputs, weights, setting.dynamic, _held(layer), setting.again == Recompute.ALL)
     joint.selective = settings_of(layer).selective  # type: ignore[union-attr]
     if setting.again == Recompute.ALL and any(one.draws for one in made):
@@ -240,7 +239,7 @@ def _with_numbers(snapshot: Snapshot, layer: nn.Module, places: set[tuple[str, s
 
 def _code(module: Any) -> Any:
     """The stock forward of a copy of a layer."""
-    return partial(stock_type(module).forward, module)
+    return partial(without_effects, module, partial(stock_type(module).forward, module))
 
 
 def _held(layer: nn.Module) -> set[int]:

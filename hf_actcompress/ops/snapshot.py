@@ -8,7 +8,7 @@ attributes, the children and the weights of the forward.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -123,11 +123,6 @@ class Snapshot:
         for part, _, state in self._parts:
             if part is module:
                 state[name] = value
-
-    def containers(self) -> Iterator[tuple[str, Any]]:
-        """The copies' lists and dictionaries, which they share from run to run, by name."""
-        for _, kind, state in self._parts:
-            yield from ((f"{kind.__name__}.{name}", x) for name, x in state.items() if type(x) in (list, dict))
 
     def are_the_same(self) -> bool:
         """Whether no weight has been modified in place since, and no adapter was merged into one."""

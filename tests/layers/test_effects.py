@@ -1,4 +1,4 @@
-"""Code that changes what its module holds runs once in each call, and not in a trace beside it."""
+"""Code that changes its module, or what the module holds, runs once in each call, and not in a trace beside it."""
 
 from __future__ import annotations
 
@@ -28,18 +28,21 @@ class _Scaled(nn.Module):
     def __init__(self, linear: nn.Linear, how: str) -> None:
         super().__init__()
         self.linear, self.how = linear, how
-        self.samples, self.seen = _Samples(), []  # type: ignore[var-annotated]
+        self.samples, self.seen, self.count = _Samples(), [], 0  # type: ignore[var-annotated]
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.linear(x)
         if self.how == "object":
             return y * self.samples.get()
+        if self.how == "attribute":
+            self.count += 1
+            return y * self.count
         held: Any = self.seen if self.how == "list" else self.samples.given
         held.append(1.0)
         return y * len(held)
 
 
-@pytest.mark.parametrize("how", ["object", "list", "list of an object"])
+@pytest.mark.parametrize("how", ["object", "list", "list of an object", "attribute"])
 def test_it_runs_once(how: str) -> None:
     stock, ours = pair("llama")
     for model in (stock, ours):
@@ -50,10 +53,13 @@ def test_it_runs_once(how: str) -> None:
         (loss, grads), (expected_loss, expected) = step(ours, batch), step(stock, batch)
         assert torch.equal(loss, expected_loss)
         assert relative_error(grads, {name: grad.double() for name, grad in expected.items()}) < 1e-6
-    held = [(x.samples.index, x.seen, x.samples.given) for x in ours.modules() if isinstance(x, _Scaled)]
-    assert held == [(x.samples.index, x.seen, x.samples.given) for x in stock.modules() if isinstance(x, _Scaled)]
+    held, expected_held = (
+        [(x.samples.index, x.seen, x.samples.given, x.count) for x in model.modules() if isinstance(x, _Scaled)]
+        for model in (ours, stock)
+    )
+    assert held == expected_held
     assert calls(ours) == [0, 0]
-    assert all("its code changes what " in plans.why for plans in plans_of(ours))
+    assert all("its code changes mlp.down_proj" in plans.why for plans in plans_of(ours))
 
 
 def test_what_does_not_change_is_no_reason() -> None:
