@@ -13,7 +13,7 @@ from ..compilation.policy import is_view, numel
 from ..private_apis.graphs import divided
 from .draws import DRAWN
 from .fused import fuse
-from .given import give_again
+from .opaque_inputs import give_again
 from .redraw import state_before
 from .rules import tag
 from .trace import Joint

@@ -1,6 +1,6 @@
-"""What a traced call does beside its tensors: it changes an attribute, such as a counter, or a list of a module.
+"""Side effects of a layer's code on attributes of modules, such as a counter, and on what these hold.
 
-A plan would not repeat that, and a call that is traced and then runs would do it twice.
+A plan would not repeat them, and a call that is traced and then runs module by module would have them twice.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def _states_in(place: str, value: Any, deep: bool) -> Iterator[tuple[str, Any, A
     own = _own(value)
     if own is not None:
         yield place, value, own.copy()
-        # an object's lists and dictionaries, but not those in a list
+        # of an object also its lists and dictionaries, of a list nothing more
         for name, inner in own.items() if deep and own is not value else ():
             if isinstance(inner, (list, dict)):
                 yield from _states_in(f"{place}.{name}", inner, deep=False)

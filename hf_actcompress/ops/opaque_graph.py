@@ -3,8 +3,8 @@
 When a layer's graph runs, the function is called under autograd between `Enter` and `End`. The end crosses to the
 layer's backward (`Ran`), which runs the backward of the small graph (`run_backward`).
 
-Attention keeps its queries, keys and values, which the layer's backward may have from elsewhere: of the inputs of their
-norms it makes them again. So the small graph keeps their places alone, and the backward gives it the tensors.
+Attention keeps its queries, keys and values. Where the layer's backward has some of them in any case, for example from
+the inputs of their norms, the small graph keeps only which ones they are, and the backward gives it the tensors.
 """
 
 from __future__ import annotations

@@ -23,4 +23,4 @@ def test_queries_and_keys_are_not_kept_beside_the_inputs_of_their_norms(family: 
         steps.append(step(model, batch))
         kept.append(kept_bytes(lambda model=model: model(**batch).loss, "cpu"))  # type: ignore[misc]
     assert calls(model) == [2, 2] and kept[1] <= kept[0]
-    assert relative_error(steps[1][1], {name: grad.double() for name, grad in steps[0][1].items()}) < 1e-5
+    assert relative_error(steps[1][1], {name: grad.double() for name, grad in steps[0][1].items()}) < 2e-6

@@ -1,12 +1,10 @@
-"""What an attention function that no tracer sees into need not keep: queries and keys that backward has in any case."""
+"""Which inputs an attention function that no tracer sees into need not keep, because backward has them in any case."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from torch.fx import Node
 
-from ..compilation.policy import CODEC, held_by_caller, of_forward
+from ..compilation.policy import CODEC, held_by_caller, made_of, of_forward
 from ..ops.opaque import ATTEND, ATTEND_BWD
 from .rules import feeds_backward, is_recomputed
 from .trace import Joint
@@ -30,18 +28,10 @@ def give_again(joint: Joint) -> None:
 
 
 def _is_there(x: Node, forward: set[Node], held: set[Node]) -> bool:
-    return all(
-        y in held or (CODEC not in y.meta and feeds_backward(y, forward, but=ATTEND_BWD)) for y in _made_of(x, forward)
-    )
+    """Whether all that backward recomputes x from is held or read without it, and is kept as it is."""
 
+    def ends(y: Node) -> bool:
+        return y not in forward or not is_recomputed(y)
 
-def _made_of(x: Node, forward: set[Node]) -> Iterator[Node]:
-    """The kept nodes and placeholders of which backward makes x again."""
-    pending, seen = [x], {x}
-    while pending:
-        node = pending.pop()
-        if node in forward and is_recomputed(node):
-            pending += [source for source in node.all_input_nodes if source not in seen]
-            seen.update(node.all_input_nodes)
-        else:
-            yield node
+    sources = [y for y in made_of([x], ends) if ends(y)]
+    return all(y in held or (CODEC not in y.meta and feeds_backward(y, forward, but=ATTEND_BWD)) for y in sources)
