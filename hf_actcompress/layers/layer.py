@@ -26,7 +26,7 @@ from .caches import Slot, fill_slots
 from .function import PlanFunction, Way
 from .given import CallArguments, Unknown
 from .handing import Heads, let_go
-from .look import LayerLook, kind_of
+from .look import Attributes, LayerLook, kind_of
 from .possible import is_plain_weight, opaque_in, why_not
 from .site import LayerSettings
 from .stages import Stages, stops_of
@@ -62,7 +62,7 @@ class _State:
     kind: Kind
     known: dict[Hashable, Any]
     base: Hashable
-    integers: dict[tuple[str, str], int]
+    attributes: Attributes
     weights: list[tuple[dict[str, Any], str]]
     adapters: list[nn.Module]
     why_not: str = ""
@@ -172,10 +172,10 @@ class PlannedLayer:
         settings = settings_of(layer)
         assert isinstance(settings, LayerSettings)
         other = other_codec(layer)
-        base, integers = kind_of(layer, (settings.codec, other, settings.selective))
-        kind, known = self.store.kind(base, integers)
+        base, attributes = kind_of(layer, (settings.codec, other, settings.selective))
+        kind, known = self.store.kind(base, attributes)
         look, weights, reason = LayerLook(layer), _places(layer), why_not(layer, other)
-        state = _State(look, kind, known, base, integers, weights, _adapters(layer), reason)
+        state = _State(look, kind, known, base, attributes, weights, _adapters(layer), reason)
         self._states = [state, *self._states[: _STATES - 1]]
         return state
 
@@ -195,7 +195,7 @@ class PlannedLayer:
         known: Known | None = state.known.get(_frozen(key))
         if known is None:
             known = self._learned(layer, state, given, key)
-            # the code may have looked at integers, which are a part of the key from now on
+            # the code may have looked at integers and attributes, which are a part of the key from now on
             key = state.key(given, weights, keeps, left_out)
             state.known[_frozen(key)] = known
         state.last = key, known
@@ -211,7 +211,7 @@ class PlannedLayer:
         failed = [known for known in others if isinstance(known.plan, str)]
         if sum(1.0 if not known.passing else _WITH_CACHE for known in failed) >= _TRIES:
             return failed[-1]
-        differing = self.store.differing(state.base, state.integers) - state.kind.branched
+        differing = self.store.differing(state.base, state.attributes) - state.kind.branched
         seen = state.looked_at(given)
         arguments = {(ARGUMENT, str(i)) for i in range(len(given.integers)) if i not in seen}
         whole = key[2] is type(None)
@@ -219,7 +219,7 @@ class PlannedLayer:
         known, looked = learn(layer, given, setting, differing | arguments)
         if looked:
             state.kind.branched |= looked - arguments
-            state.kind, state.known = self.store.kind(state.base, state.integers)
+            state.kind, state.known = self.store.kind(state.base, state.attributes)
             state.looked_at(given).update(seen, (int(number) for _, number in looked & arguments))
         else:
             others.append(known)

@@ -10,7 +10,7 @@ import copy
 import inspect
 from collections.abc import Hashable, Iterator
 from types import FunctionType
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -25,9 +25,12 @@ from ..roles import Role
 _INSTEAD = ("forward", "_compiled_call_impl")
 _PLAIN = (bool, int, float, str, type(None))
 _CONTAINERS = (dict, list, tuple, set)
+_VALUES = (torch.dtype, torch.device, torch.Size)
 # what every module has and does not compute with
 _OF_MODULES = frozenset(vars(nn.Module())) - {"training"}
 _OWN = frozenset({"actcompress_proved", "_gradient_checkpointing_func", *_INSTEAD})
+# the path of a module and the name of an attribute of it -> its value, as a part of a key
+Attributes: TypeAlias = dict[tuple[str, str], Hashable]
 # (the dictionary that holds a value, its name there, the value)
 _Place = tuple[dict[str, Any], str, Any]
 
@@ -136,14 +139,14 @@ class Same:
         return id(self.value)
 
 
-def kind_of(layer: nn.Module, asked: tuple[Codec, Codec, bool]) -> tuple[Hashable, dict[tuple[str, str], int]]:
-    """What makes two layers of one kind, and the integers among their attributes, by module and name.
+def kind_of(layer: nn.Module, asked: tuple[Codec, Codec, bool]) -> tuple[Hashable, Attributes]:
+    """What makes two layers of one kind, and those of their attributes that may differ nevertheless.
 
     `asked` are the codecs of attention in the layer's own code and of what no patched module keeps, and whether
     products of activations are recomputed.
     """
     found: list[Any] = [*asked]
-    numbers: dict[tuple[str, str], int] = {}
+    attributes: Attributes = {}
     tensors: dict[int, int] = {}
     modules = list(layer.modules())
     for config in _configs(modules):
@@ -153,8 +156,8 @@ def kind_of(layer: nn.Module, asked: tuple[Codec, Codec, bool]) -> tuple[Hashabl
     for path, module in layer.named_modules(remove_duplicate=False):
         found.append((path, stock_type(module) if module is layer else type(module), Same(stock_type(module).forward)))
         for name, value in _attributes(module):
-            if type(value) is int:
-                numbers[path, name] = value
+            if _is_data(value):
+                attributes[path, name] = _described(value)
             else:
                 found.append((name, _described(value)))
         for held in (module._parameters, module._buffers):
@@ -162,11 +165,24 @@ def kind_of(layer: nn.Module, asked: tuple[Codec, Codec, bool]) -> tuple[Hashabl
                 shape = None if x is None else (x.shape, x.dtype, x.device, x.requires_grad, x.stride())
                 number = None if x is None else tensors.setdefault(id(x), len(tensors))
                 found.append((name, shape, number))
-    return tuple(found), numbers
+    return tuple(found), attributes
+
+
+def _is_data(value: Any) -> bool:
+    """Whether an attribute is one of those of which it can be noted who looks at them."""
+    return type(value) in (int, str) or (type(value) in _CONTAINERS and _is_plain(value))
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, dict):
+        return all(map(_is_plain, (*value, *value.values())))
+    if type(value) in _CONTAINERS:
+        return all(map(_is_plain, value))
+    return type(value) in _PLAIN or isinstance(value, _VALUES)
 
 
 def _described(value: Any) -> Hashable:
-    if type(value) in _PLAIN or isinstance(value, (torch.dtype, torch.device, torch.Size)):
+    if type(value) in _PLAIN or isinstance(value, _VALUES):
         return type(value), value
     if isinstance(value, dict):
         return "dict", tuple((_described(name), _described(item)) for name, item in value.items())

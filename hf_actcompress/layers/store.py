@@ -31,7 +31,8 @@ from ..roles import Role
 from .caches import Slot, is_filled, stand_in
 from .effects import without_effects
 from .given import CallArguments, Returned, Unknown
-from .numbers import Number
+from .look import Attributes
+from .noted import Data, Number, class_with
 from .opaque_linear import node_of
 from .possible import opaque_in
 
@@ -63,11 +64,11 @@ class Kind:
     """One kind of layer.
 
     Attributes:
-        branched: The integers, by module and name, that differ between layers and that the code looked at.
+        branched: The attributes, by module and name, that differ between layers and that the code looked at.
     """
 
     branched: set[tuple[str, str]] = field(default_factory=set)
-    # by the values of the integers that the code looked at, or that its layers share: what is known of each call
+    # by the attributes that the code looked at, or that all layers share: what is known of each call
     known: dict[Hashable, dict[Hashable, Any]] = field(default_factory=dict)
 
 
@@ -96,8 +97,8 @@ class Store:
 
     def __init__(self) -> None:
         self._kinds: dict[Hashable, Kind] = {}
-        # for each kind, the integers of its layers
-        self._numbers: dict[Hashable, dict[tuple[str, str], set[int]]] = {}
+        # for each kind, the values of each attribute in its layers
+        self._values: dict[Hashable, dict[tuple[str, str], set[Hashable]]] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Store:
         twin: Store = memo.setdefault(id(self), Store())
@@ -106,55 +107,55 @@ class Store:
     def __reduce__(self) -> Any:
         return Store, ()
 
-    def note(self, base: Hashable, numbers: dict[tuple[str, str], int]) -> None:
-        """Note a layer of a kind, so that it is known which of its integers differ from those of its siblings."""
-        of = self._numbers.setdefault(base, {})
-        for place, number in numbers.items():
-            of.setdefault(place, set()).add(number)
+    def note(self, base: Hashable, attributes: Attributes) -> None:
+        """Note a layer of a kind, so that it is known which of its attributes differ from those of its siblings."""
+        of = self._values.setdefault(base, {})
+        for place, value in attributes.items():
+            of.setdefault(place, set()).add(value)
 
-    def differing(self, base: Hashable, numbers: dict[tuple[str, str], int]) -> set[tuple[str, str]]:
-        """The integers that layers of this kind do not share."""
-        self.note(base, numbers)
-        return {place for place, values in self._numbers[base].items() if len(values) > 1}
+    def differing(self, base: Hashable, attributes: Attributes) -> set[tuple[str, str]]:
+        """The attributes that layers of this kind do not share."""
+        self.note(base, attributes)
+        return {place for place, values in self._values[base].items() if len(values) > 1}
 
-    def kind(self, base: Hashable, numbers: dict[tuple[str, str], int]) -> tuple[Kind, dict[Hashable, Any]]:
-        """The kind of a layer, and what is known of the calls of such layers with its integers."""
+    def kind(self, base: Hashable, attributes: Attributes) -> tuple[Kind, dict[Hashable, Any]]:
+        """The kind of a layer, and what is known of the calls of such layers with its attributes."""
         kind = self._kinds.setdefault(base, Kind())
-        differing = self.differing(base, numbers) - kind.branched
-        key = tuple(sorted((place, n) for place, n in numbers.items() if place not in differing))
+        differing = self.differing(base, attributes) - kind.branched
+        key = frozenset((place, value) for place, value in attributes.items() if place not in differing)
         return kind, kind.known.setdefault(key, {})
 
 
 def learn(
-    layer: nn.Module, given: CallArguments, setting: TraceSetting, numbers: set[tuple[str, str]]
+    layer: nn.Module, given: CallArguments, setting: TraceSetting, places: set[tuple[str, str]]
 ) -> tuple[Known, set[tuple[str, str]]]:
-    """Trace a call of a layer and make its plan. Also returns those of `numbers` that its code looked at.
+    """Trace a call of a layer and make its plan. Also returns those of `places` that its code looked at.
 
-    `numbers` are the places of integers: attributes by module and name, and arguments.
+    `places` are those of attributes, by module and name, and of integers among the arguments.
     """
     # what watches the training, such as a counter of operations, sees nothing of it
     with without_dispatch_modes(), without_saved_tensor_hooks():
         try:
-            return _learn(layer, given, setting, numbers)
+            return _learn(layer, given, setting, places)
         except (NotTraced, Unknown) as reason:
             if any(map(is_filled, given.caches)):
                 return Known(f"its cache has keys and values already, or {reason}", passing=True), set()
-            if not numbers:
+            if not places:
                 return Known(str(reason)), set()
-        # an integer that is no plain one may be the reason
+        # an integer that is no plain one, or a class that notes who reads attributes, may be the reason
         try:
             known, _ = _learn(layer, given, setting, set())
         except (NotTraced, Unknown) as reason:
             known = Known(str(reason))
-        return known, numbers
+        return known, places
 
 
 def _learn(
-    layer: nn.Module, given: CallArguments, setting: TraceSetting, numbers: set[tuple[str, str]]
+    layer: nn.Module, given: CallArguments, setting: TraceSetting, places: set[tuple[str, str]]
 ) -> tuple[Known, set[tuple[str, str]]]:
     snapshot = _copied(layer)
-    noted = _with_numbers(snapshot, layer, {place for place in numbers if place[0] != ARGUMENT})
-    integers = [Number(n) if (ARGUMENT, str(i)) in numbers else n for i, n in enumerate(given.integers)]
+    noted = _noted(snapshot, layer, {place for place in places if place[0] != ARGUMENT})
+    integers = [Number(n) if (ARGUMENT, str(i)) in places else n for i, n in enumerate(given.integers)]
     noted.update({(ARGUMENT, str(i)): n for i, n in enumerate(integers) if isinstance(n, Number)})
     weights, device = len(snapshot.tensors), given.tensors[0].device.type
     marks = attention_marks(layer)
@@ -185,7 +186,7 @@ def _learn(
     sizes = Sizes(joint) if setting.dynamic else None
     rows = None if setting.left_out is None else TokenSizes(joint, setting.left_out is Padding)
     return Known(_made(joint, setting.again, _others(layer), rows), returned[0], slots, sizes, tuple(made)), {
-        place for place, number in noted.items() if number.used
+        place for place, one in noted.items() if one.used
     }
 
 
@@ -228,12 +229,24 @@ def _made(joint: Joint, again: Recompute, others: Others | None, rows: TokenSize
     return plan
 
 
-def _with_numbers(snapshot: Snapshot, layer: nn.Module, places: set[tuple[str, str]]) -> dict[tuple[str, str], Number]:
-    """Put numbers that note who looks at them in the place of integers."""
+def _noted(
+    snapshot: Snapshot, layer: nn.Module, places: set[tuple[str, str]]
+) -> dict[tuple[str, str], Number | Data]:
+    """Let attributes note who looks at them."""
     modules = dict(layer.named_modules(remove_duplicate=False))
-    noted = {(path, name): Number(vars(modules[path])[name]) for path, name in places}
-    for (path, name), number in noted.items():
-        snapshot.replace(modules[path], name, number)
+    noted: dict[tuple[str, str], Number | Data] = {}
+    read: dict[nn.Module, list[Data]] = {}
+    for path, name in places:
+        module = modules[path]
+        value = vars(module)[name]
+        if type(value) is int:
+            noted[path, name] = number = Number(value)
+            snapshot.replace(module, name, number)
+        else:
+            noted[path, name] = data = Data(name)
+            read.setdefault(module, []).append(data)
+    for module, attributes in read.items():
+        snapshot.replace_class(module, class_with(type(module), attributes))
     return noted
 
 
@@ -250,9 +263,9 @@ def _held(layer: nn.Module) -> set[int]:
     return {value.untyped_storage()._cdata for value in (*values, *layer.parameters(), *layer.buffers())}
 
 
-def _place(index: Any, noted: dict[tuple[str, str], Number]) -> tuple[str, str] | int:
-    for place, number in noted.items():
-        if number is index:
+def _place(index: Any, noted: dict[tuple[str, str], Number | Data]) -> tuple[str, str] | int:
+    for place, one in noted.items():
+        if one is index:
             return place
     if type(index) is not int:
         raise NotTraced("its cache is asked for a layer without an index")

@@ -124,6 +124,10 @@ class Snapshot:
             if part is module:
                 state[name] = value
 
+    def replace_class(self, module: nn.Module, kind: type[nn.Module]) -> None:
+        """Let the copies of a module be of another class."""
+        self._parts = [(part, kind if part is module else its, state) for part, its, state in self._parts]
+
     def are_the_same(self) -> bool:
         """Whether no weight has been modified in place since, and no adapter was merged into one."""
         merged = [(vars(module).get(MERGED), state.get(MERGED)) for module, _, state in self._parts]

@@ -14,7 +14,6 @@ from hf_actcompress import patch_model, unpatch_model
 from hf_actcompress.graphs.backward import BackwardCode
 from hf_actcompress.graphs.plan import LayerPlan
 from hf_actcompress.layers import show, stages
-from hf_actcompress.layers.numbers import Number
 from hf_actcompress.modules.base import settings_of
 from tests.families import BY_NAME, differing, mode_of, step
 from tests.layers.plans import PLANS, assert_all_ran, assert_stock_bits, by_plans, plans_of
@@ -52,22 +51,6 @@ def test_no_gradient_stays_none() -> None:
         found.append({n: p.grad for n, p in one.named_parameters() if p.grad is not None})
     assert not differing(*found)
     assert_all_ran(ours)
-
-
-def test_layers_that_differ_in_an_index_share_a_plan() -> None:
-    ours = patch_model(BY_NAME["llama"].build(num_hidden_layers=4, use_cache=True), PLANS)
-    step(ours, BY_NAME["llama"].make_batch())
-    assert len(store_of(ours)._kinds) == 1
-    (kind,) = store_of(ours)._kinds.values()
-    assert len(kind.known) == 1
-    assert not kind.branched
-
-
-def test_a_number_notes_who_looks_at_it() -> None:
-    handed, compared = Number(3), Number(3)
-    assert compared == 3
-    assert compared.used
-    assert not handed.used
 
 
 @pytest.mark.parametrize("change", ["eval", "dropout", "freeze"])

@@ -1,0 +1,65 @@
+"""Attributes that differ between layers of one kind, and whether a layer's code looks at them.
+
+A layer's code may hand its index on, to a cache or to attention, without looking at it, and may never read a name that
+a library has stored in each layer: then all of these layers run one plan. Each value that the code looks at has plans of
+its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import nn
+
+
+class Number:
+    """Stands in the place of an integer while a layer is traced: code that compares it, computes with it or gives it to
+    torch looks at it."""
+
+    def __init__(self, value: int) -> None:
+        self.value, self.used = value, False
+
+    def _look(self) -> int:
+        self.used = True
+        return self.value
+
+
+def _looking(name: str) -> Any:
+    def look(self: Number, *others: Any) -> Any:
+        plain = [other._look() if isinstance(other, Number) else other for other in others]
+        return getattr(int, name)(self._look(), *plain)
+
+    return look
+
+
+for _name in (
+    "__abs__", "__add__", "__and__", "__bool__", "__divmod__", "__eq__", "__float__", "__floordiv__", "__format__",
+    "__ge__", "__gt__", "__hash__", "__index__", "__int__", "__le__", "__lt__", "__mod__", "__mul__", "__ne__",
+    "__neg__", "__or__", "__pow__", "__radd__", "__rfloordiv__", "__rmod__", "__rmul__", "__rsub__", "__rtruediv__",
+    "__str__", "__repr__", "__sub__", "__truediv__", "__xor__",
+):  # fmt: skip
+    setattr(Number, _name, _looking(_name))
+
+
+class Data:
+    """Notes whether code reads an attribute of a module that is a string or a container."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.used = name, False
+
+    def read(self, module: nn.Module) -> Any:
+        """The attribute of a module."""
+        self.used = True
+        return vars(module)[self.name]
+
+
+def class_with(kind: Any, noted: Iterable[Data]) -> type[nn.Module]:
+    """A subclass of a module's class, of whose objects it is noted whether these attributes are read."""
+    found: Any = type(kind)(kind.__name__, (kind,), {"__module__": kind.__module__})
+    # what a class of transformers does to each of its subclasses it has done to `kind`
+    for name in [name for name in vars(found) if not name.startswith("__")]:
+        delattr(found, name)
+    for data in noted:
+        setattr(found, data.name, property(data.read))
+    return found
