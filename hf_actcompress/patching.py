@@ -14,7 +14,7 @@ from torch import nn
 from .compilation import register
 from .config import CUSTOM, CompressionConfig, Configured, preset_of, resolve
 from .errors import NothingPatchedError, UnknownOptionError, UnsupportedModelError
-from .layers import Store, blocks_named, find_plans, units_of
+from .layers import blocks_named, find_plans, store_for_model, units_of
 from .methods.chosen_tokens.model_layers import refuse_choice
 from .models.checkpointing import restore_checkpointing, switch_on
 from .models.probe import answers_kept
@@ -148,7 +148,7 @@ def _patch_leaves(model: nn.Module, config: CompressionConfig, prefix: str, gene
 
 def _install_plans(model: nn.Module, config: CompressionConfig, prefix: str, layers: bool) -> None:
     """Let blocks, and `layers` of transformers, run by plans, which they make at their first calls."""
-    store, names = Store(), {id(module): name for name, module in model.named_modules(prefix=prefix)}
+    store, names = store_for_model(), {id(module): name for name, module in model.named_modules(prefix=prefix)}
     for layer in units_of(model, layers, config.blocks):
         settings = settings_of(layer)
         kept = settings if isinstance(settings, CheckpointSettings) else None

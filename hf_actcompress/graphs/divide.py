@@ -19,6 +19,7 @@ from .rules import tag
 from .trace import Joint
 
 aten = torch.ops.aten
+_SLICES = frozenset({aten.slice.Tensor, aten.slice_backward.default})
 
 
 @dataclass
@@ -173,6 +174,9 @@ def _same(node: Node) -> Node | None:
     target, args = node.target, node.args[1:]
     if target is aten.view.default and _shape(node) == _shape(source):
         return source
+    # of all of a tensor: where sizes are symbols, a trace has these
+    if target in _SLICES and _shape(node) == _shape(source) and _strides(node) == _strides(source):
+        return source
     if target is aten.t.default and source.target is target:
         return source.args[0]  # type: ignore[return-value]
     if target is aten.transpose.int and source.target is target and set(args) == set(source.args[1:]):
@@ -184,3 +188,7 @@ def _same(node: Node) -> Node | None:
 
 def _shape(node: Node) -> str:
     return str(tuple(node.meta["val"].shape))
+
+
+def _strides(node: Node) -> str:
+    return str(node.meta["val"].stride())

@@ -23,7 +23,7 @@ from .look import kind_of
 from .possible import why_not
 from .showing import show
 from .site import LayerSettings, PlannedLayerMixin
-from .store import Store
+from .store import Store, plans_shared, store_for_model
 from .units import blocks_named, units_of
 
 __all__ = [

@@ -149,14 +149,16 @@ def kind_of(layer: nn.Module, asked: tuple[Codec, Codec, bool]) -> tuple[Hashabl
     attributes: Attributes = {}
     tensors: dict[int, int] = {}
     modules = list(layer.modules())
-    for config in _configs(modules):
-        found += [(name, value) for name, value in vars(config).items() if type(value) in _PLAIN]
+    configs = {id(config): number for number, config in enumerate(_configs(modules))}
+    found += map(_config, _configs(modules))
     for kind in dict.fromkeys(map(stock_type, modules)):
         found += [(name, Same(value)) for _, name, value in _called(kind)]
     for path, module in layer.named_modules(remove_duplicate=False):
         found.append((path, stock_type(module) if module is layer else type(module), Same(stock_type(module).forward)))
         for name, value in _attributes(module):
-            if _is_data(value):
+            if id(value) in configs:
+                found.append((name, configs[id(value)]))
+            elif _is_data(value):
                 attributes[path, name] = _described(value)
             else:
                 found.append((name, _described(value)))
@@ -166,6 +168,13 @@ def kind_of(layer: nn.Module, asked: tuple[Codec, Codec, bool]) -> tuple[Hashabl
                 number = None if x is None else tensors.setdefault(id(x), len(tensors))
                 found.append((name, shape, number))
     return tuple(found), attributes
+
+
+def _config(value: Any, depth: int = 2) -> Hashable:
+    """A config and those in it, which are equal if their values are: copies of a model have copies of its config."""
+    if depth == 0 or not hasattr(value, "__dict__") or type(value).__eq__ is object.__eq__:
+        return _described(value)
+    return type(value), tuple((name, _config(item, depth - 1)) for name, item in vars(value).items())
 
 
 def _is_data(value: Any) -> bool:

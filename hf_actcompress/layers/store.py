@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -88,6 +90,7 @@ class TraceSetting(NamedTuple):
     left_out: type | None
 
 
+_shared: ContextVar[Store | None] = ContextVar("plans of several copies of a model", default=None)
 # the first part of the place of an integer that is an argument of the call; the second is its number
 ARGUMENT = "="
 
@@ -124,6 +127,21 @@ class Store:
         differing = self.differing(base, attributes) - kind.branched
         key = frozenset((place, value) for place, value in attributes.items() if place not in differing)
         return kind, kind.known.setdefault(key, {})
+
+
+@contextmanager
+def plans_shared(store: Store) -> Iterator[None]:
+    """While the block runs, models that are patched share these plans: copies of one model, under any configs."""
+    token = _shared.set(store)
+    try:
+        yield
+    finally:
+        _shared.reset(token)
+
+
+def store_for_model() -> Store:
+    """The plans of a model that is patched now."""
+    return _shared.get() or Store()
 
 
 def learn(

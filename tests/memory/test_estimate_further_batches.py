@@ -29,10 +29,14 @@ CASES: dict[str, tuple[Any, str | None, bool, dict[str, Any]]] = {
     "autocast": (BERT, "exact", False, {"autocast": "bf16"}),
     "offload": (hf.GPT2Config(**_GPT2), "offload", False, {}),
     "adapters": (LLAMA, "int8", False, {"lora": 4, "dtype": "bf16"}),
+    "norms as kernels": (LLAMA, "exact", False, {"dtype": "bf16"}),
     "checkpointing": (LLAMA, "long", True, {"device": "cpu"}),
     "layers in turn": (GEMMA, "exact", False, {}),
     "an encoder and a decoder": (T5, "exact", False, {}),
 }
+# steps with one more layer of each run: the backward of checkpointed layers has other allocations with a batch of 20,
+# and that of the last layer has others than those of the layers before it
+MORE = {"checkpointing": 1, "autocast": 1, "an encoder and a decoder": 2}
 
 
 @pytest.mark.daily(4)
@@ -51,8 +55,7 @@ def test_its_bytes_are_those_of_an_estimate_alone(name: str, monkeypatch: pytest
     for batch, length in ((20, 32), (3, 48)):
         ran.clear()
         found = several.device_bytes(batch, length, preset, checkpointing)
-        # the backward of checkpointed layers has other allocations with a batch of 20, so one more step may be run
-        assert len(ran) <= 1 + checkpointing
+        assert len(ran) <= 1 + MORE.get(name, 0)
         alone = estimate(
             config, batch_size=batch, seq_len=length, config=preset, gradient_checkpointing=checkpointing, **options
         )

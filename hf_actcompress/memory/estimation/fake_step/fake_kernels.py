@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
+from ....compilation import is_traced_plan
 from ....kernels import KERNELS, TIMED
 from ....private_apis import FakeTensor, without_dispatch_modes
 from ....reference.logits_chunks import chunk_sizes, row_sizes
@@ -64,7 +65,8 @@ class Kernels:
 
         @wraps(function)
         def kernel(*args: Any, **kwargs: Any) -> Any:
-            return self._run(name, function, args, kwargs)
+            # a layer that is traced is no part of the step, and may have symbols for sizes
+            return function(*args, **kwargs) if is_traced_plan() else self._run(name, function, args, kwargs)
 
         return kernel
 

@@ -11,6 +11,7 @@ from torch import nn
 from ....codecs import Codec, Offload
 from ....codecs.table import CODECS
 from ....config import CompressionConfig
+from ....layers import plans_shared
 from ....models.checkpointing import below, checkpointable
 from ....models.probe import answers_kept
 from ....models.root import name_default_loss
@@ -41,7 +42,7 @@ def ready(model: nn.Module, setting: Setting, *, roles: bool) -> Ready:
     """Copy and patch a model on the meta device under a setting; the setting's batch does not matter."""
     mode, fake = fake_copy(model, setting)
     # probes run on real tensors; if they need the values of weights, they get the answers for a new model
-    with ONE_AT_A_TIME, FakeAllocator(), answers_kept(setting.answers):
+    with ONE_AT_A_TIME, FakeAllocator(), answers_kept(setting.answers), plans_shared(setting.plans):
         names = module_roles(fake, setting.config or CompressionConfig()) if roles else {}
         if setting.config is not None:
             apply_config(fake, _present(setting.config, fake))

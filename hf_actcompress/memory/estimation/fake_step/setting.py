@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ....config import CompressionConfig
+from ....layers import Store
 from ....models.probe import Answers
 from ....quick.diffusion import Latents
 from .cuda_rules import BLOCK
@@ -31,6 +32,7 @@ class Setting:
         kernels: What each kernel makes, by the shapes of its arguments; copies made by `replace` share the object.
         ops: What each op makes; copies share it.
         answers: The answers of the probes, by what they looked at; copies share it.
+        plans: The plans of layers, whatever the config; copies share it.
     """
 
     batch_size: int
@@ -46,6 +48,7 @@ class Setting:
     kernels: KernelResults = field(default_factory=KernelResults, compare=False, repr=False)
     ops: OpResults = field(default_factory=OpResults, compare=False, repr=False)
     answers: Answers = field(default_factory=dict, compare=False, repr=False)
+    plans: Store = field(default_factory=Store, compare=False, repr=False)
 
     @property
     def block(self) -> int:

@@ -1,0 +1,94 @@
+"""Layers of one kind share plans, however they differ in what their code does not look at."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import peft
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hf_actcompress import patch_model
+from hf_actcompress.layers.noted import Data, Number, class_with
+from tests.families import BY_NAME, step
+from tests.layers.plans import PLANS, assert_same, plans_of
+
+LAYERS = 4
+
+
+def plans_in(model: nn.Module) -> int:
+    """How many plans the layers of a model have, each counted once."""
+    return len({id(known) for plans in plans_of(model) for known in plans.known()})
+
+
+def test_layers_that_differ_in_an_index_share_a_plan() -> None:
+    ours = patch_model(BY_NAME["llama"].build(num_hidden_layers=LAYERS, use_cache=True), PLANS)
+    step(ours, BY_NAME["llama"].make_batch())
+    assert plans_in(ours) == 1
+    (kind,) = plans_of(ours)[0].store._kinds.values()
+    assert not kind.branched
+
+
+@pytest.mark.parametrize("patch_first", [False, True])
+def test_layers_with_adapters_share_a_plan(patch_first: bool) -> None:
+    """PEFT stores in each adapter the name of the layer that it adapts."""
+    config = peft.LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.1)
+    model = BY_NAME["llama"].build(num_hidden_layers=LAYERS)
+    ours = peft.get_peft_model(patch_model(model, PLANS) if patch_first else model, config)  # type: ignore[arg-type]
+    step(ours if patch_first else patch_model(ours, PLANS), BY_NAME["llama"].make_batch())
+    # the input of the first layer has no gradient
+    assert plans_in(ours) == 2
+
+
+class _Activation(nn.Module):
+    """Reads one of its attributes, and not the other."""
+
+    def __init__(self, kind: str, number: int) -> None:
+        super().__init__()
+        self.kind, self.about = kind, {"name": f"layer {number}"}
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(x) if self.kind == "relu" else torch.tanh(x)
+
+
+def test_each_value_that_code_reads_has_a_plan() -> None:
+    stock: Any = BY_NAME["llama"].build(num_hidden_layers=LAYERS)
+    for i, layer in enumerate(stock.model.layers):
+        layer.mlp.act_fn = _Activation("relu" if i in (0, 3) else "tanh", i)
+    ours: Any = patch_model(copy.deepcopy(stock), PLANS)
+    assert_same(stock, ours, BY_NAME["llama"].make_batch())
+    assert plans_in(ours) == 2
+    # a value that no layer had when the first plan was made
+    for model in (stock, ours):
+        model.model.layers[1].mlp.act_fn.kind = "relu"
+        model.model.layers[2].mlp.act_fn.about["name"] = "another"
+    assert_same(stock, ours, BY_NAME["llama"].make_batch())
+
+
+def test_a_number_notes_who_looks_at_it() -> None:
+    handed, compared = Number(3), Number(3)
+    assert compared == 3
+    assert compared.used
+    assert not handed.used
+
+
+class _Subclassed(nn.Module):
+    """Changes the forward of its subclasses, as a class of transformers does."""
+
+    def __init_subclass__(cls) -> None:
+        cls.forward = lambda self, x: -x  # type: ignore[method-assign]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+def test_an_attribute_notes_who_reads_it() -> None:
+    module = _Subclassed()
+    module.read, module.left = "a", ["b"]  # type: ignore[assignment]
+    read, left = Data("read"), Data("left")
+    module.__class__ = class_with(_Subclassed, [read, left])
+    assert module.read == "a"
+    assert (read.used, left.used) == (True, False)
+    assert module(torch.ones(())) == 1
