@@ -28,6 +28,14 @@ from hf_actcompress.records import clear  # noqa: E402
 
 torch.set_num_threads(1)
 
+FOLDER = Path(__file__).parent
+# of the tests in these folders, whose models are traced anew in each test, one in so many runs each day; on top of
+# the marks `daily(n)`
+SHARES: dict[str, int] = {
+    **dict.fromkeys(("integration", "layers", "memory", "models"), 4),
+    **dict.fromkeys(("cli", "codecs", "fuzz", "kernels", "modules", "ops", "quick", "recipes", "records", "sweep"), 2),
+}
+
 
 @pytest.fixture(autouse=True, scope="module")
 def _frozen_imports() -> Iterator[None]:
@@ -89,17 +97,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _leave_out_other_days(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect the cases of tests marked `daily(n)` that do not run today: each case runs on one day in n.
+    """Deselect the cases that do not run today: each case runs on one day in n, by its folder and its `daily(n)`.
 
     With `DAYS=m` those of m days run.
     """
     if os.environ.get("ALL_CASES"):
         return
-    day, days, left_out = int(os.environ["CASES_OF_DAY"]), int(os.environ.get("DAYS", "1")), []
-    for item in items:
-        mark = item.get_closest_marker("daily")
-        if mark is not None and (zlib.crc32(item.nodeid.encode()) + day) % mark.args[0] >= days:
-            left_out.append(item)
+    day, days = int(os.environ["CASES_OF_DAY"]), int(os.environ.get("DAYS", "1"))
+    left_out = [item for item in items if (zlib.crc32(item.nodeid.encode()) + day) % _one_in(item) >= days]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in set(left_out)]
+
+
+def _one_in(item: pytest.Item) -> int:
+    """On one day in how many a case runs."""
+    folder = item.path.relative_to(FOLDER).parts[0]
+    mark = item.get_closest_marker("daily")
+    return SHARES.get(folder, 1) * (1 if mark is None else mark.args[0])

@@ -33,7 +33,9 @@ __all__ = [
     "blocks_named",
     "find_plans",
     "left_out",
+    "plans_shared",
     "show",
+    "store_for_model",
     "units_of",
 ]
 

@@ -158,7 +158,7 @@ def kind_of(layer: nn.Module, asked: tuple[Codec, Codec, bool]) -> tuple[Hashabl
         for name, value in _attributes(module):
             if id(value) in configs:
                 found.append((name, configs[id(value)]))
-            elif _is_data(value):
+            elif _may_differ(value):
                 attributes[path, name] = _described(value)
             else:
                 found.append((name, _described(value)))
@@ -172,22 +172,16 @@ def kind_of(layer: nn.Module, asked: tuple[Codec, Codec, bool]) -> tuple[Hashabl
 
 def _config(value: Any, depth: int = 2) -> Hashable:
     """A config and those in it, which are equal if their values are: copies of a model have copies of its config."""
-    if depth == 0 or not hasattr(value, "__dict__") or type(value).__eq__ is object.__eq__:
+    kind: Any = type(value)
+    if depth == 0 or not hasattr(value, "__dict__") or kind.__eq__ is object.__eq__:
         return _described(value)
-    return type(value), tuple((name, _config(item, depth - 1)) for name, item in vars(value).items())
+    return kind, tuple((name, _config(item, depth - 1)) for name, item in vars(value).items())
 
 
-def _is_data(value: Any) -> bool:
-    """Whether an attribute is one of those of which it can be noted who looks at them."""
-    return type(value) in (int, str) or (type(value) in _CONTAINERS and _is_plain(value))
-
-
-def _is_plain(value: Any) -> bool:
-    if isinstance(value, dict):
-        return all(map(_is_plain, (*value, *value.values())))
-    if type(value) in _CONTAINERS:
-        return all(map(_is_plain, value))
-    return type(value) in _PLAIN or isinstance(value, _VALUES)
+def _may_differ(value: Any) -> bool:
+    """Whether it can be noted who looks at an attribute: not at one that every layer's code reads, such as a rate."""
+    plain = type(value) in _PLAIN and type(value) not in (int, str)
+    return not (plain or isinstance(value, (*_VALUES, Settings)))
 
 
 def _described(value: Any) -> Hashable:

@@ -1,8 +1,8 @@
 """Attributes that differ between layers of one kind, and whether a layer's code looks at them.
 
-A layer's code may hand its index on, to a cache or to attention, without looking at it, and may never read a name that
-a library has stored in each layer: then all of these layers run one plan. Each value that the code looks at has plans of
-its own.
+A layer's code may hand its index on, to a cache or to attention, without looking at it, and may never read what a
+library has stored in each layer, such as the layer's name or FSDP's state: then all of these layers run one plan. Each
+value that the code looks at has plans of its own.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ for _name in (
 
 
 class Data:
-    """Notes whether code reads an attribute of a module that is a string or a container."""
+    """Notes whether code reads an attribute of a module: a string, a container, or an object."""
 
     def __init__(self, name: str) -> None:
         self.name, self.used = name, False
@@ -54,7 +54,7 @@ class Data:
         return vars(module)[self.name]
 
 
-def class_with(kind: Any, noted: Iterable[Data]) -> type[nn.Module]:
+def class_with(kind: Any, noted: Iterable[Data]) -> Any:
     """A subclass of a module's class, of whose objects it is noted whether these attributes are read."""
     found: Any = type(kind)(kind.__name__, (kind,), {"__module__": kind.__module__})
     # what a class of transformers does to each of its subclasses it has done to `kind`

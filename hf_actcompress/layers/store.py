@@ -247,9 +247,7 @@ def _made(joint: Joint, again: Recompute, others: Others | None, rows: TokenSize
     return plan
 
 
-def _noted(
-    snapshot: Snapshot, layer: nn.Module, places: set[tuple[str, str]]
-) -> dict[tuple[str, str], Number | Data]:
+def _noted(snapshot: Snapshot, layer: nn.Module, places: set[tuple[str, str]]) -> dict[tuple[str, str], Number | Data]:
     """Let attributes note who looks at them."""
     modules = dict(layer.named_modules(remove_duplicate=False))
     noted: dict[tuple[str, str], Number | Data] = {}

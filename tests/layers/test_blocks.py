@@ -181,7 +181,7 @@ class Processed(Block):
 
 def test_objects_are_alike_by_their_attributes(traces: list[str]) -> None:
     stock = Stack(nn.ModuleList([Processed(), Processed(), Processed(0.5)])).train()
-    kinds = [kind_of(block, (IDENTITY, IDENTITY))[0] for block in stock.blocks]  # type: ignore[arg-type, attr-defined]
+    kinds = [kind_of(block, (IDENTITY, IDENTITY)) for block in stock.blocks]  # type: ignore[arg-type, attr-defined]
     assert kinds[0] == kinds[1] != kinds[2]
     ours = patch_model(copy.deepcopy(stock))
     for scale in (1.0, 3.0):

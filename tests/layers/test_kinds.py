@@ -42,6 +42,22 @@ def test_layers_with_adapters_share_a_plan(patch_first: bool) -> None:
     assert plans_in(ours) == 2
 
 
+class _State:
+    """What FSDP stores in each layer that it shards."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        self.parameters = list(layer.parameters())
+
+
+def test_layers_with_a_state_of_their_own_share_a_plan() -> None:
+    ours: Any = patch_model(BY_NAME["llama"].build(num_hidden_layers=LAYERS), PLANS)
+    for layer in ours.model.layers:
+        vars(layer)["state"] = {nn.Module: _State(layer)}
+    step(ours, BY_NAME["llama"].make_batch())
+    # the first layer was alone when its plan was made
+    assert plans_in(ours) <= 2
+
+
 class _Activation(nn.Module):
     """Reads one of its attributes, and not the other."""
 
