@@ -29,6 +29,7 @@ def evaluated(name: str) -> Any:
     import torch._inductor.compile_fx
     import torch._inductor.decomposition
     import torch._inductor.fx_passes.replace_random
+    import torch.fx._lazy_graph_module
     import torch.testing._internal.distributed.fake_pg
     import torch.utils._device
     import torch.utils._python_dispatch

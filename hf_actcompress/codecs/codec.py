@@ -54,6 +54,16 @@ class Codec(Protocol):
         return False
 
     @property
+    def mixes_rows(self) -> bool:
+        """Whether it stores neighbouring rows of a sequence as one, so that `pack_real` has to know which are real."""
+        return False
+
+    @property
+    def rows_are_pixels(self) -> bool:
+        """Whether it chooses among rows, so that each pixel of a feature map [B, C, H, W] is one; else an image is."""
+        return False
+
+    @property
     def bits(self) -> int | None:
         """Bits per element; None if the codec does not round all elements to the same number of bits."""
         return None
@@ -61,6 +71,14 @@ class Codec(Protocol):
     def pack(self, x: Tensor) -> tuple[tuple[Tensor, ...], object]:
         """Encode x, of any shape: the tensors to keep, and static Python data (shape, dtype)."""
         ...
+
+    def pack_real(self, x: Tensor, real: Tensor) -> tuple[tuple[Tensor, ...], object]:
+        """The same for x [..., T, C] of whose rows those are real that are True in `real`, bool [..., T]."""
+        return self.pack(x)
+
+    def on_feature_maps(self) -> Codec | None:
+        """The codec of the same method for feature maps [B, C, H, W]; None: this one, of rows."""
+        return None
 
     def unpack(self, tensors: tuple[Tensor, ...], meta: object) -> Tensor:
         """Decode what `pack` returned into a tensor of x's shape and dtype."""

@@ -7,10 +7,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ..methods.block_sparse.codec import BlockSparse
-from ..methods.mesa.codec import IntRunning
-from ..methods.pooled.codec import Pooled
-from ..methods.row_sample.codec import RowSample
 from ..reference.rng import Generators
 from .codec import Codec
 from .offload import Offload
@@ -81,17 +77,9 @@ class FeatureMaps(Codec):
 
 
 def on_feature_maps(codec: Codec) -> Codec:
-    """The same method for feature maps [B, C, H, W]: a row of the codec is an image, or a pixel where rows are chosen.
-
-    Means of neighbouring tokens become means of squares of pixels.
-    """
-    if codec.for_images:
-        return codec
+    """The same method for feature maps [B, C, H, W]: a row is an image, or a pixel where rows are chosen."""
     if isinstance(codec, Offload):
         return replace(codec, inner=on_feature_maps(codec.inner))
-    if isinstance(codec, Pooled):
-        return replace(codec, layout="image")
-    # running ranges are those of channels already
-    if codec.lossless or isinstance(codec, IntRunning):
+    if codec.for_images or codec.lossless:
         return codec
-    return FeatureMaps(codec, pixels=isinstance(codec, (BlockSparse, RowSample)))
+    return codec.on_feature_maps() or FeatureMaps(codec, pixels=codec.rows_are_pixels)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import types
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from typing import Any
 
@@ -26,6 +26,13 @@ def divided(joint: GraphModule, inputs: Any, mode: FakeTensorMode, outputs: int)
 
     with config.patch(cse=False), tracing(TracingContext(mode)):
         return min_cut_partition(joint, inputs, num_fwd_outputs=outputs)
+
+
+def code_when_asked() -> AbstractContextManager[None]:
+    """Inside, modules of graphs write their Python code when it is read, not each time their graph changes."""
+    from torch.fx._lazy_graph_module import _use_lazy_graph_module
+
+    return _use_lazy_graph_module(True)
 
 
 @cache

@@ -136,6 +136,7 @@ PRIVATE_APIS: tuple[PrivateAPI, ...] = (
     PrivateAPI("torch.nn.DataParallel.replicate", _T, "calls _replicate_for_data_parallel, which we refuse by name"),
     # torch.compile
     PrivateAPI("torch._functorch.partitioners.min_cut_rematerialization_partition", _T, "divides a joint graph"),
+    PrivateAPI("torch.fx._lazy_graph_module._use_lazy_graph_module", _T, "no code of graphs that only we read"),
     PrivateAPI("torch._functorch.partitioners.get_default_op_list", _T, "which ops it takes for cheap, dear or random"),
     PrivateAPI("torch._inductor.config.custom_partitioner_fn", _T, "our partition of patched models' graphs"),
     PrivateAPI("torch._inductor.custom_graph_pass.CustomPartitionerFn", _T, "what that must be"),

@@ -24,7 +24,6 @@ from torch import Tensor
 
 from ..codecs import IDENTITY, Codec
 from ..errors import PaddingError
-from ..methods.pooled.codec import Pooled
 from .guard import Guard
 from .outside import hooks_outside
 from .record import Derived, Pending, Recipe, Record, Stored, is_lossless, is_pending, stored_exact
@@ -171,9 +170,9 @@ def _keep(x: Tensor, codec: Codec, without: Padding | RepeatedRows | None) -> Re
             Recipe(shared), (Stored(codec, *codec.pack(different)), stored_exact(numbers), stored_exact(excess))
         )
     padding = without if isinstance(without, Padding) else None
-    if padding is not None and isinstance(codec, Pooled) and x.dim() == 3:
-        # this codec averages neighbouring rows, so all rows stay in place; the averages leave padding rows out
-        return Stored(codec, *codec.pack(x.detach(), padding.mask.to(x.device)))
+    if padding is not None and codec.mixes_rows and x.dim() == 3:
+        # all rows stay in place
+        return Stored(codec, *codec.pack_real(x.detach(), padding.mask.to(x.device)))
     if padding is None or not codec.takes_rows:
         return Stored(codec, *codec.pack(x.detach()))
     order = padding.order(x.device)

@@ -80,7 +80,7 @@ def test_means_of_real_tokens(x: Tensor, window: int, padding: int, left: bool) 
         real[row, :gone] = False
     real = real if left else real.flip(1)
     dirty = torch.where(real.unsqueeze(-1), x, math.nan).to(x.dtype)
-    tensors, meta = Pooled(window).pack(dirty, real)
+    tensors, meta = Pooled(window).pack_real(dirty, real)
     assert sum(t.untyped_storage().nbytes() for t in tensors) == Pooled(window).nbytes(x.shape, x.dtype)
     y = Pooled(window).unpack(tensors, meta)
     counts = means(real.unsqueeze(-1).expand_as(x), window, (-2,))

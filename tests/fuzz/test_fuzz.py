@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,7 +19,8 @@ from tests.fuzz.compare import ABOVE_LAW, compare, same_bits
 from tests.fuzz.models import attention_mask, plainest
 from tests.fuzz.programs import Seen, run_program
 
-CASES = 60
+# a night runs more than a push
+CASES = 120 if os.environ.get("ALL_CASES") else 30
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 

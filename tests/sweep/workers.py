@@ -15,9 +15,9 @@ from itertools import islice
 
 from .pair import Row
 
-# SECONDS are of processor time; a busy machine may take PATIENCE times as long
-SECONDS = 60
-PATIENCE = 4
+# of processor time, several times what the slowest pair takes; a busy machine may take PATIENCE times as long
+SECONDS = 240
+PATIENCE = 2
 MEMORY = 6 << 30
 
 

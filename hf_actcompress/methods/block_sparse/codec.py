@@ -38,6 +38,7 @@ class BlockSparse(Codec):
 
     takes_rows = True
     linear_only = True
+    rows_are_pixels = True
     fraction: float = 0.3
     block: tuple[int, int] = (32, 32)
     quota: str = "column"

@@ -67,6 +67,10 @@ class IntRunning(Codec):
         if self.group_size < 1 or not 0 <= self.decay < 1:
             raise ValueError(f"group_size >= 1 and 0 <= decay < 1; found {self.group_size} and {self.decay}")
 
+    def on_feature_maps(self) -> Codec:
+        # its ranges are those of channels already
+        return self
+
     @property
     def heads_apart(self) -> bool:
         return self.heads

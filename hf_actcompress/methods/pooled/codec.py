@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -23,8 +23,8 @@ class Pooled(Codec):
     the product of the group sums of dy and the means: p times fewer rows. With layout "image", neighbours are the
     pixels of a p x p square of a feature map ``[..., H, W]``.
 
-    The one group of a sequence in which real tokens and padding meet mixes the two, unless `pack` is told which are
-    real, as it is under `drop_padding`. The groups of padding alone meet gradients that are zero.
+    The one group of a sequence in which real tokens and padding meet mixes the two, unless `pack_real` is told
+    which are real, as under `drop_padding`. The groups of padding alone meet gradients that are zero.
 
     Bytes: ``b / p`` per element of b bytes; ``b / p^2`` of an image.
     Bias: yes: what is missing is exactly the covariance of dy and x within the groups; deterministic.
@@ -40,6 +40,7 @@ class Pooled(Codec):
     """
 
     linear_only = True
+    mixes_rows = True
     window: int = 2
     layout: str = "tokens"
 
@@ -56,13 +57,18 @@ class Pooled(Codec):
     def _pools(self, shape: torch.Size) -> bool:
         return len(shape) > 2 and shape.numel() > 0
 
-    def pack(self, x: Tensor, real: Tensor | None = None) -> tuple[tuple[Tensor, ...], object]:
-        """`real`: bool [..., T] for x [..., T, C], the tokens that the means are of; by default all."""
+    def on_feature_maps(self) -> Codec:
+        return replace(self, layout="image")
+
+    def pack_real(self, x: Tensor, real: Tensor) -> tuple[tuple[Tensor, ...], object]:
+        if not self._pools(x.shape) or self.layout == "image":
+            return self.pack(x)
+        return (implementation("pooled_real_pack", x)(x, real, self.window),), TensorMeta.of(x)
+
+    def pack(self, x: Tensor) -> tuple[tuple[Tensor, ...], object]:
         meta = TensorMeta.of(x)
         if not self._pools(x.shape):
             return (x,), meta
-        if real is not None and self.layout == "tokens":
-            return (implementation("pooled_real_pack", x)(x, real, self.window),), meta
         name = "pooled_pack" if self.layout == "tokens" else "pooled_image_pack"
         return (implementation(name, x)(x, self.window),), meta
 

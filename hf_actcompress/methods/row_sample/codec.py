@@ -52,6 +52,7 @@ class RowSample(Codec):
     """
 
     linear_only = True
+    rows_are_pixels = True
     fraction: float = 0.3
     winner_take_all: bool = True
     draws: str = "independent"
