@@ -159,6 +159,8 @@ def kind_of(layer: nn.Module, asked: tuple[Codec, Codec, bool]) -> tuple[Hashabl
             if id(value) in configs:
                 found.append((name, configs[id(value)]))
             elif _may_differ(value):
+                # that it is there does not differ
+                found.append(name)
                 attributes[path, name] = _described(value)
             else:
                 found.append((name, _described(value)))

@@ -115,7 +115,10 @@ class Store:
         """Note a layer of a kind, so that it is known which of its attributes differ from those of its siblings."""
         of = self._values.setdefault(base, {})
         for place, value in attributes.items():
-            of.setdefault(place, set()).add(value)
+            values = of.setdefault(place, set())
+            # two show that it differs; one that changes in every step must not fill the memory
+            if len(values) < 2:
+                values.add(value)
 
     def differing(self, base: Hashable, attributes: Attributes) -> set[tuple[str, str]]:
         """The attributes that layers of this kind do not share."""

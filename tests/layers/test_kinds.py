@@ -58,6 +58,27 @@ def test_layers_with_a_state_of_their_own_share_a_plan() -> None:
     assert plans_in(ours) <= 2
 
 
+def test_an_attribute_that_some_layers_lack() -> None:
+    stock: Any = BY_NAME["llama"].build(num_hidden_layers=LAYERS)
+    for i in (0, 2):
+        vars(stock.model.layers[i])["about"] = {"name": f"layer {i}"}
+    ours: Any = patch_model(copy.deepcopy(stock), PLANS)
+    assert_same(stock, ours, BY_NAME["llama"].make_batch())
+    assert all(plans.calls == 1 for plans in plans_of(ours))
+
+
+def test_an_attribute_that_changes_in_every_step_makes_no_plans() -> None:
+    ours: Any = patch_model(BY_NAME["llama"].build(num_hidden_layers=LAYERS), PLANS)
+    store = plans_of(ours)[0].store
+    sizes = []
+    for count in range(6):
+        for layer in ours.model.layers:
+            vars(layer)["about"] = [count]
+        step(ours, BY_NAME["llama"].make_batch())
+        sizes.append((plans_in(ours), sum(map(len, next(iter(store._values.values())).values()))))
+    assert sizes[2:] == sizes[2:3] * 4 and sizes[2][0] <= 3
+
+
 class _Activation(nn.Module):
     """Reads one of its attributes, and not the other."""
 
