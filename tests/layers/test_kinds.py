@@ -60,7 +60,7 @@ def test_layers_with_a_state_of_their_own_share_a_plan() -> None:
 
 def test_an_attribute_that_some_layers_lack() -> None:
     stock: Any = BY_NAME["llama"].build(num_hidden_layers=LAYERS)
-    for i in (0, 2):
+    for i in (1, 3):
         vars(stock.model.layers[i])["about"] = {"name": f"layer {i}"}
     ours: Any = patch_model(copy.deepcopy(stock), PLANS)
     assert_same(stock, ours, BY_NAME["llama"].make_batch())
