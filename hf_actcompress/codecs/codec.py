@@ -59,11 +59,6 @@ class Codec(Protocol):
         return False
 
     @property
-    def rows_are_pixels(self) -> bool:
-        """Whether it chooses among rows, so that each pixel of a feature map [B, C, H, W] is one; else an image is."""
-        return False
-
-    @property
     def bits(self) -> int | None:
         """Bits per element; None if the codec does not round all elements to the same number of bits."""
         return None
@@ -77,7 +72,7 @@ class Codec(Protocol):
         return self.pack(x)
 
     def on_feature_maps(self) -> Codec | None:
-        """The codec of the same method for feature maps [B, C, H, W]; None: this one, of rows."""
+        """The codec of the same method for feature maps [B, C, H, W]; None: this one, with each image as one row."""
         return None
 
     def unpack(self, tensors: tuple[Tensor, ...], meta: object) -> Tensor:

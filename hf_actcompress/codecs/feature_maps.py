@@ -9,7 +9,6 @@ from torch import Tensor
 
 from ..reference.rng import Generators
 from .codec import Codec
-from .offload import Offload
 
 
 @dataclass(frozen=True)
@@ -77,9 +76,7 @@ class FeatureMaps(Codec):
 
 
 def on_feature_maps(codec: Codec) -> Codec:
-    """The same method for feature maps [B, C, H, W]: a row is an image, or a pixel where rows are chosen."""
-    if isinstance(codec, Offload):
-        return replace(codec, inner=on_feature_maps(codec.inner))
+    """The codec of the same method for feature maps [B, C, H, W]."""
     if codec.for_images or codec.lossless:
         return codec
-    return codec.on_feature_maps() or FeatureMaps(codec, pixels=codec.rows_are_pixels)
+    return codec.on_feature_maps() or FeatureMaps(codec, pixels=False)

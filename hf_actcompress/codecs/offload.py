@@ -13,6 +13,7 @@ from torch import Tensor
 from ..reference.device_rules import device_rules
 from ..reference.rng import Generators
 from .codec import Codec
+from .feature_maps import on_feature_maps
 from .identity import Identity
 from .prefetch import Lane, Tensors, Ticket
 
@@ -62,6 +63,9 @@ class Offload(Codec):
     @property
     def lossless(self) -> bool:
         return self.inner.lossless
+
+    def on_feature_maps(self) -> Codec:
+        return replace(self, inner=on_feature_maps(self.inner))
 
     @property
     def takes_rows(self) -> bool:

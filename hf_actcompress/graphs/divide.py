@@ -174,7 +174,7 @@ def _same(node: Node) -> Node | None:
     target, args = node.target, node.args[1:]
     if target is aten.view.default and _shape(node) == _shape(source):
         return source
-    # of all of a tensor: where sizes are symbols, a trace has these
+    # a slice that leaves nothing out, of which a trace with symbols for sizes has many
     if target in _SLICES and _shape(node) == _shape(source) and _strides(node) == _strides(source):
         return source
     if target is aten.t.default and source.target is target:

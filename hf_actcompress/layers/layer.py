@@ -195,7 +195,7 @@ class PlannedLayer:
         known: Known | None = state.known.get(_frozen(key))
         if known is None:
             known = self._learned(layer, state, given, key)
-            # the code may have looked at integers and attributes, which are a part of the key from now on
+            # what the code has looked at is a part of the key from now on
             key = state.key(given, weights, keeps, left_out)
             state.known[_frozen(key)] = known
         state.last = key, known

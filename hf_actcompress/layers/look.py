@@ -149,17 +149,18 @@ def kind_of(layer: nn.Module, asked: tuple[Codec, Codec, bool]) -> tuple[Hashabl
     attributes: Attributes = {}
     tensors: dict[int, int] = {}
     modules = list(layer.modules())
-    configs = {id(config): number for number, config in enumerate(_configs(modules))}
-    found += map(_config, _configs(modules))
+    configs = _configs(modules)
+    places = {id(config): i for i, config in enumerate(configs)}
+    found += map(_config, configs)
     for kind in dict.fromkeys(map(stock_type, modules)):
         found += [(name, Same(value)) for _, name, value in _called(kind)]
     for path, module in layer.named_modules(remove_duplicate=False):
         found.append((path, stock_type(module) if module is layer else type(module), Same(stock_type(module).forward)))
         for name, value in _attributes(module):
-            if id(value) in configs:
-                found.append((name, configs[id(value)]))
+            if id(value) in places:
+                found.append((name, places[id(value)]))
             elif _may_differ(value):
-                # that it is there does not differ
+                # each layer of the kind has one
                 found.append(name)
                 attributes[path, name] = _described(value)
             else:
@@ -181,9 +182,11 @@ def _config(value: Any, depth: int = 2) -> Hashable:
 
 
 def _may_differ(value: Any) -> bool:
-    """Whether it can be noted who looks at an attribute: not at one that every layer's code reads, such as a rate."""
-    plain = type(value) in _PLAIN and type(value) not in (int, str)
-    return not (plain or isinstance(value, (*_VALUES, Settings)))
+    """Whether layers of one kind may differ in an attribute: an index, a name, a state, if no code looks at it.
+
+    Nobody sets a switch or a rate that no code reads, and settings are read outside of the layer's code.
+    """
+    return not (type(value) in (bool, float, type(None)) or isinstance(value, (*_VALUES, Settings)))
 
 
 def _described(value: Any) -> Hashable:

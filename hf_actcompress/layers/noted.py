@@ -55,9 +55,9 @@ class Data:
 
 
 def class_with(kind: Any, noted: Iterable[Data]) -> Any:
-    """A subclass of a module's class, of whose objects it is noted whether these attributes are read."""
+    """A subclass of a module's class whose objects note in `noted` which attributes are read."""
     found: Any = type(kind)(kind.__name__, (kind,), {"__module__": kind.__module__})
-    # what a class of transformers does to each of its subclasses it has done to `kind`
+    # a class of transformers wraps the forward of each of its subclasses; that of `kind` is wrapped already
     for name in [name for name in vars(found) if not name.startswith("__")]:
         delattr(found, name)
     for data in noted:

@@ -116,7 +116,7 @@ class Store:
         of = self._values.setdefault(base, {})
         for place, value in attributes.items():
             values = of.setdefault(place, set())
-            # two show that it differs; one that changes in every step must not fill the memory
+            # two are enough to know that it differs, and one that changes in every step must not fill the memory
             if len(values) < 2:
                 values.add(value)
 
@@ -164,7 +164,7 @@ def learn(
                 return Known(f"its cache has keys and values already, or {reason}", passing=True), set()
             if not places:
                 return Known(str(reason)), set()
-        # an integer that is no plain one, or a class that notes who reads attributes, may be the reason
+        # a number that is no plain integer, or a module that is of another class, may be the reason
         try:
             known, _ = _learn(layer, given, setting, set())
         except (NotTraced, Unknown) as reason:

@@ -104,6 +104,18 @@ def test_each_value_that_code_reads_has_a_plan() -> None:
     assert_same(stock, ours, BY_NAME["llama"].make_batch())
 
 
+def test_a_string_of_a_module_of_torch() -> None:
+    """What a patched activation computes with is read by torch's own code, too: after `patch_model`, in one layer."""
+    stock: Any = BY_NAME["llama"].build(num_hidden_layers=LAYERS)
+    for layer in stock.model.layers:
+        layer.mlp.act_fn = nn.GELU()
+    ours: Any = patch_model(copy.deepcopy(stock), PLANS)
+    for change in ("none", "tanh", "none"):
+        for model in (stock, ours):
+            model.model.layers[2].mlp.act_fn.approximate = change
+        assert_same(stock, ours, BY_NAME["llama"].make_batch())
+
+
 def test_a_number_notes_who_looks_at_it() -> None:
     handed, compared = Number(3), Number(3)
     assert compared == 3

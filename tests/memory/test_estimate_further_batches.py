@@ -9,6 +9,8 @@ import pytest
 import torch
 import transformers as hf
 
+from hf_actcompress import CompressionConfig
+from hf_actcompress.layers import layer
 from hf_actcompress.memory import estimate
 from hf_actcompress.memory.estimation import model_copies
 from hf_actcompress.memory.estimation.estimates import Estimates
@@ -60,6 +62,20 @@ def test_its_bytes_are_those_of_an_estimate_alone(name: str, monkeypatch: pytest
             config, batch_size=batch, seq_len=length, config=preset, gradient_checkpointing=checkpointing, **options
         )
         assert found == alone.device_bytes
+
+
+@pytest.mark.parametrize("lora", [None, 4])
+def test_configs_and_batches_share_the_traces_of_layers(lora: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kind of layer is traced once for the first batch and once for all others, whatever the head does."""
+    traced, learn = [], layer.learn
+    monkeypatch.setattr(layer, "learn", lambda *given: traced.append(given) or learn(*given))  # type: ignore[func-returns-value]
+    several = Estimates(LLAMA, dtype="bf16", lora=lora)
+    configs = [CompressionConfig(), CompressionConfig(loss_head=False), CompressionConfig(logits=True)]
+    for batch in (3, 5, 7):
+        for config in configs:
+            several.device_bytes(batch, 32, config)
+    # with LoRA the input of the first layer has no gradient
+    assert len(traced) == 2 * (1 if lora is None else 2)
 
 
 # bytes that a layer's backward has allocated at each of its places, beside what is kept

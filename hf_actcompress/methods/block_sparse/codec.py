@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ...codecs.codec import Codec, TensorMeta, check_fraction, kept, meta_of
+from ...codecs.feature_maps import FeatureMaps
 from ...dispatch import implementation
 from ...errors import UnknownOptionError
 
@@ -38,7 +39,6 @@ class BlockSparse(Codec):
 
     takes_rows = True
     linear_only = True
-    rows_are_pixels = True
     fraction: float = 0.3
     block: tuple[int, int] = (32, 32)
     quota: str = "column"
@@ -59,6 +59,10 @@ class BlockSparse(Codec):
         each, times = (across, down) if self.quota == "row" else (down, across)
         k = kept(self.fraction, each)
         return k, k * times
+
+    def on_feature_maps(self) -> Codec:
+        # it chooses among rows: pixels
+        return FeatureMaps(self, pixels=True)
 
     def pack(self, x: Tensor) -> tuple[tuple[Tensor, ...], object]:
         meta = TensorMeta.of(x)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ...codecs.codec import Codec, TensorMeta, check_fraction, kept, meta_of
+from ...codecs.feature_maps import FeatureMaps
 from ...dispatch import implementation
 from ...errors import UnknownOptionError
 from ...reference.rng import Generators, drawn_from
@@ -52,7 +53,6 @@ class RowSample(Codec):
     """
 
     linear_only = True
-    rows_are_pixels = True
     fraction: float = 0.3
     winner_take_all: bool = True
     draws: str = "independent"
@@ -68,6 +68,10 @@ class RowSample(Codec):
         check_fraction(self.fraction)
         if self.draws not in DRAWS:
             raise UnknownOptionError("draws", self.draws, DRAWS)
+
+    def on_feature_maps(self) -> Codec:
+        # it chooses among rows: pixels
+        return FeatureMaps(self, pixels=True)
 
     def pack(self, x: Tensor) -> tuple[tuple[Tensor, ...], object]:
         meta = TensorMeta.of(x)
