@@ -115,6 +115,11 @@ class CompressionConfig(ConfigFile):
             default is one Function, too, which keeps its input. LoRA, autocast, dropout, frozen weights, empty caches,
             and codecs that round to nearest are supported. Calls that are not ordinary ones (hooks inside, a filled
             cache) run module by module, as all do with False; so do layers that have no plan (the report says why).
+        compile: Let torch's compiler, Inductor, make the code of plans: once per kind of layer, and once more when
+            sizes change; it is cached on disk. There are no graph breaks, and no guards in each call. Exact up to
+            rounding (dropout draws other numbers), with the same bytes. A backward that adds to gradients holds those
+            of a whole layer at once. What no compiler sees (quantised weights, other packages' attention) runs as
+            without it, which is said once. No effect inside of `torch.compile(model)`.
         blocks: Further modules that run by plans, each by a part of its name in the model ("transformer_blocks" is a
             list and names the modules in it), by its class, or by the name of that.
         tokens: The share of each sequence's tokens that get gradients, above 0 and up to 1 (TokenTune, arXiv
@@ -159,6 +164,7 @@ class CompressionConfig(ConfigFile):
     selective: bool = True
     tiled_mlp: int | str = "checkpointed"
     plans: bool = True
+    compile: bool = False
     blocks: tuple[Any, ...] = ()
     tokens: float = 1.0
     token_choice: Any = "random"
@@ -288,5 +294,6 @@ def resolve(config: CompressionConfig | Configured | str) -> CompressionConfig:
 
 
 def preset_of(config: CompressionConfig) -> str:
-    """The preset that a config is, or "custom"."""
-    return next((name for name, preset in PRESETS.items() if preset == config), CUSTOM)
+    """The preset that a config is, compiled or not, or "custom"."""
+    kept = replace(config, compile=False)
+    return next((name for name, preset in PRESETS.items() if preset == kept), CUSTOM)

@@ -73,6 +73,8 @@ def check(config: Any) -> None:
             raise UnknownOptionError(field, getattr(config, field), variants)
     if config.blocks and not config.plans:
         raise UnknownOptionError("with blocks, plans", False, [True], refused=True)
+    if config.compile and not config.plans:
+        raise UnknownOptionError("with compile, plans", False, [True], refused=True)
     _check_attention(config)
     _check_checkpoints(config)
     _check_tokens(config)

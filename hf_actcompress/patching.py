@@ -43,6 +43,7 @@ def patch_model(
     *,
     strict: bool = True,
     seed: int | None = None,
+    compile: bool | None = None,
 ) -> _Model:
     """Make a model keep fewer bytes between forward and backward. In place; call it before Trainer or `prepare`.
 
@@ -55,6 +56,7 @@ def patch_model(
         seed: The seed of stochastic codecs; by default torch's initial seed. It does not affect dropout. Each model
             has its own generators, which start again when a seed is given. A deep copy or an unpickled model
             continues from the original's state, independently of it.
+        compile: Whether Inductor makes the code of layers (`CompressionConfig.compile`); None: as the config says.
 
     Returns:
         The same model. A second call with the same config patches what is new in the model; a call with another
@@ -69,6 +71,8 @@ def patch_model(
         UnsupportedModelError: The model is wrapped by DDP or FSDP, is on the meta device, or is no module.
     """
     resolved = resolve(config)
+    if compile is not None:
+        resolved = replace(resolved, compile=compile)
     _check(model)
     _check_names(model, resolved)
     _warn_if_lossy(resolved)
@@ -159,6 +163,7 @@ def _install_plans(model: nn.Module, config: CompressionConfig, prefix: str, lay
             if kept is not None:
                 unpatch_instance(layer)
             patch_instance(layer, found.mixin, found.settings)
+            found.settings.plans.note(layer)  # type: ignore[attr-defined]
 
 
 def _patch_code(model: nn.Module, config: CompressionConfig, prefix: str, generators: Generators) -> None:

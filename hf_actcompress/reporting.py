@@ -196,16 +196,20 @@ def _patched(name: str, module: nn.Module, settings: Settings) -> PatchRow:
         reason = _INERT
     elif weight is not None and type(weight) not in PLAIN_TENSORS:
         reason = f"its weight is a {type(weight).__name__}, not a plain tensor: the stock forward runs"
-    note = _note_of_calls(settings.plans) if isinstance(settings, LayerSettings) else settings.note
+    note = _note_of_calls(settings) if isinstance(settings, LayerSettings) else settings.note
     return PatchRow(name, stock, settings.role, settings.kind, codec, settings.reported, reason=reason, note=note)
 
 
-def _note_of_calls(plans: PlannedLayer) -> str:
-    """How many calls ran module by module, which gives the same numbers and takes the host longer; "" if none did."""
-    if not plans.leaf_calls:
-        return ""
-    calls = plans.calls + plans.leaf_calls
-    return f"{plans.leaf_calls} of {calls} calls ran module by module; of the last one, {plans.why}"
+def _note_of_calls(settings: LayerSettings) -> str:
+    """How many calls ran module by module, which gives the same numbers and takes the host longer, and why plans are
+    not compiled that should be; "" if there is nothing to say."""
+    plans: PlannedLayer = settings.plans
+    notes = []
+    if plans.leaf_calls:
+        calls = plans.calls + plans.leaf_calls
+        notes.append(f"{plans.leaf_calls} of {calls} calls ran module by module; of the last one, {plans.why}")
+    reasons = plans.why_not_compiled() if settings.compile else []
+    return "; ".join([*notes, *(f"not compiled: {reason}" for reason in reasons)])
 
 
 def _left_alone(name: str, module: nn.Module, config: CompressionConfig) -> PatchRow | None:

@@ -284,10 +284,16 @@ class _Sizes:
         return place
 
 
-def _trace(function: Callable[..., tuple[Tensor, ...]], values: Sequence[Any]) -> GraphModule:
-    with tracing_for_compiler(), values[0].fake_mode, torch.no_grad():
+def functional(function: Callable[..., Sequence[Any]], values: Sequence[Any]) -> GraphModule:
+    """The graph of a function of tensors without data, in Inductor's own ops and without writes in place."""
+    mode = next(x.fake_mode for x in values if isinstance(x, Tensor))  # type: ignore[attr-defined]
+    with tracing_for_compiler(), mode, torch.no_grad():
         # codecs write in place, and a graph must not
-        traced = make_fx(functionalize(function), decomposition_table=inductor_decompositions())(*values)
+        return make_fx(functionalize(function), decomposition_table=inductor_decompositions())(*values)
+
+
+def _trace(function: Callable[..., tuple[Tensor, ...]], values: Sequence[Any]) -> GraphModule:
+    traced = functional(function, values)
     for node in traced.graph.nodes:
         # the annotation is a string here, and then torch 2.11 does not cache a graph that calls this one
         node.type = None

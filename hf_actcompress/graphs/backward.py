@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.fx import Graph, Node
@@ -17,22 +17,40 @@ aten = torch.ops.aten
 Stops = tuple[tuple[int, ...], ...]
 
 
+class Part(NamedTuple):
+    """What a backward computes if some of the outputs have no gradient.
+
+    Attributes:
+        graph: The graph; it may have more calls than are needed.
+        places: By placeholder, where its value is in (what is kept, the kept sizes, the gradients of the outputs).
+        returned: What it returns for each input.
+        needed: The nodes of which that is made.
+        zeros: The outputs without a gradient for which it wants zeros.
+    """
+
+    graph: Graph
+    places: dict[Node, int]
+    returned: list[Node | None]
+    needed: set[Node]
+    zeros: tuple[int, ...]
+
+
 class BackwardCode:
     """Writes the code of one backward. It takes a list of what is kept, the kept sizes, and the gradients of the
     outputs, and empties the list: each tensor is freed after its last reader.
 
     Args:
         halves: The graphs.
-        packed: By the place of a kept tensor: the function that opens what is kept in its place.
+        opens: By the place of a kept tensor: the function that opens what is kept in its place.
     """
 
-    def __init__(self, halves: Halves, packed: dict[int, Callable[[Any], Any]]) -> None:
+    def __init__(self, halves: Halves, opens: dict[int, Callable[[Any], Any]]) -> None:
         self._halves = halves
         kept = [*halves.kept, *halves.sizes]
         self._tangents = halves.tangents
         self._places = {node: kept.index(x) for node, x in halves.read.items()}
         self._places.update({node: len(kept) + i for node, i in self._tangents.items()})
-        self._packed = packed
+        self.opens = opens
 
     def order(self, parameters: int) -> tuple[tuple[int, ...], ...]:
         """The weights whose gradients are done one after the other, by place, the first ones first."""
@@ -41,27 +59,31 @@ class BackwardCode:
         places = [i for i, node in enumerate(grads) if node is not None]
         return tuple((i,) for i in sorted(places, key=lambda i: position[grads[i]]))  # type: ignore[index]
 
+    def part(self, missing: frozenset[int]) -> Part:
+        """The part of the backward that is left if some outputs, by place, have no gradient."""
+        graph, grads = self._halves.backward.graph, list(self._halves.grads)
+        zero: set[Node] = set()
+        places = self._places
+        if missing:
+            graph, grads, zero, places = self._without(missing)
+        returned = [None if x in zero else x for x in grads]
+        needed = made_of([x for x in returned if x is not None])
+        count = len(self._halves.kept) + len(self._halves.sizes)
+        zeros = tuple(i for node in needed if (i := places.get(node, -1) - count) in missing)
+        return Part(graph, places, returned, needed, zeros)
+
     def write(self, missing: frozenset[int], stops: Stops) -> tuple[Callable[..., Any], tuple[int, ...]]:
         """The code for a backward in which some outputs, by place, have no gradient, and those of them for which it
         wants zeros."""
-        graph, grads = self._halves.backward.graph, list(self._halves.grads)
-        zero: set[Node] = set()
-        if missing:
-            graph, grads, zero, places = self._without(missing)
-        else:
-            places = self._places
-        returned = [None if x in zero else x for x in grads]
-        results = [x for x in returned if x is not None]
-        writer = _Boxed(graph, places, self._packed, results)
-        needed = made_of(results)
+        part = self.part(missing)
+        returned = list(part.returned)
+        writer = _Boxed(part.graph, part.places, self.opens, [x for x in returned if x is not None])
         if not stops:
-            writer.write(needed=needed)
+            writer.write(needed=part.needed)
         else:
-            self._write_stages(writer, needed, returned, stops)
+            self._write_stages(writer, part.needed, returned, stops)
         texts = [writer.text(x) for x in returned]
-        count = len(self._halves.kept) + len(self._halves.sizes)
-        zeros = tuple(i for node in needed if (i := places.get(node, -1) - count) in missing)
-        return writer.function("s, box" if stops else "s", f"({', '.join(texts)},)"), zeros
+        return writer.function("s, box" if stops else "s", f"({', '.join(texts)},)"), part.zeros
 
     def _write_stages(self, writer: CodeWriter, needed: set[Node], returned: Sequence[Any], stops: Stops) -> None:
         pending = list(stops)

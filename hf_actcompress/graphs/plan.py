@@ -16,6 +16,7 @@ from ..codecs import IDENTITY
 from ..compilation.attribution import module_reading, running
 from ..compilation.policy import of_forward
 from ..ops.opaque import ATTEND, LINEAR
+from ..private_apis import FakeTensorMode
 from .again import Recomputed, recomputed
 from .backward import BackwardCode, Stops
 from .checkpointed import Recompute, checkpointed, is_of_attention
@@ -56,6 +57,8 @@ class LayerPlan:
         checkpointed: Whether it keeps its inputs, and makes again what it would keep otherwise.
         makes_weights: Whether its backward computes weights, such as an adapted one, from parameters.
         left_out: What a call checks that leaves rows out; None for a plan that keeps all rows.
+        mode: The mode that made the tensors without data in the graphs.
+        compiled: By the codecs of a layer's modules: the compiled code, or why there is none.
     """
 
     forward: Callable[..., tuple[Any, ...]]
@@ -76,6 +79,8 @@ class LayerPlan:
     checkpointed: bool
     makes_weights: bool
     left_out: LeftOut | None
+    mode: FakeTensorMode
+    compiled: dict[Any, Any] = field(default_factory=dict)
     _backwards: dict[Any, tuple[Callable[..., Any], tuple[int, ...]]] = field(default_factory=dict)
 
     @cached_property
@@ -142,6 +147,7 @@ def make_plan(
         repeats=repeats,
         checkpointed=recomputes,
         makes_weights=_makes_weights(halves, joint.parameters),
+        mode=joint.mode,
     )
 
 

@@ -37,7 +37,7 @@ class Sizes:
         environment: Any = joint.mode.shape_env
         inputs = joint.inputs[joint.parameters :]
         self._sizes = [[_expression(environment, size) for size in x.shape] for x in inputs]
-        self._guards = [environment.simplify(guard.expr) for guard in environment.guards]
+        self._environment, self._guards = environment, list[Any]()
         symbols = {s for sizes in self._sizes for size in sizes for s in getattr(size, "free_symbols", ())}
         self._ranges = {s: environment.var_to_range[s] for s in symbols}
 
@@ -60,7 +60,13 @@ class Sizes:
         ]
         if any(hasattr(size, "xreplace") and size.xreplace(known) != n for size, n in computed):
             return False
-        return all(guard.xreplace(known) == True for guard in self._guards)  # noqa: E712  sympy's True
+        return all(guard.xreplace(known) == True for guard in self._asked())  # noqa: E712  sympy's True
+
+    def _asked(self) -> list[Any]:
+        """What the trace has asked about the sizes, and a compiler since then."""
+        if len(self._guards) != len(self._environment.guards):
+            self._guards = [self._environment.simplify(guard.expr) for guard in self._environment.guards]
+        return self._guards
 
 
 def _expression(environment: Any, size: Any) -> Any:

@@ -19,7 +19,6 @@ from ..modules.base import settings_of
 from ..modules.checkpoint import CHECKPOINT_FUNCTION, CheckpointSettings
 from ..roles import Role
 from .layer import PlannedLayer
-from .look import kind_of
 from .possible import why_not
 from .showing import show
 from .site import LayerSettings, PlannedLayerMixin
@@ -92,7 +91,6 @@ def find_plans(
     codec, other = _attention_codec(layer, config), _codec_of_others(config)
     if _why_left_out(layer, config, is_block):
         return None
-    store.note(*kind_of(layer, (codec, other, config.selective)))
     settings = LayerSettings(
         Role.LAYER,
         "plan",
@@ -102,5 +100,6 @@ def find_plans(
         function=layer.__dict__.get(CHECKPOINT_FUNCTION),
         other=other,
         selective=config.selective,
+        compile=config.compile,
     )
     return Site(PlannedLayerMixin, settings)

@@ -22,15 +22,20 @@ from .stages import Stages, no_gradients, run_backward, stages_of
 
 
 class Way(NamedTuple):
-    """How one layer keeps what its plan keeps.
+    """How one layer runs its plan, and keeps what it keeps.
 
     Attributes:
+        forward, backward: The plan's code, or what a compiler has made of it.
         packs: The list of functions that pack what the plan has made, or nothing.
         outside: The kept inputs, each with its codec.
+        compiled: Whether a compiler has made the code.
     """
 
+    forward: Callable[..., Sequence[Any]]
+    backward: Callable[..., tuple[Callable[..., Any], tuple[int, ...]]]
     packs: tuple[list[Callable[[Tensor], Record]], ...]
     outside: list[Outside]
+    compiled: bool = False
 
 
 def _without_rows(left_out: LeftOut, way: Way, kept: list[Any], inputs: Sequence[Tensor]) -> Checks | None:
@@ -62,7 +67,7 @@ class PlanFunction(torch.autograd.Function):
     ) -> Any:
         device = inputs[0].device
         with below_autograd(), autocast_off(device.type), opaque.running(calls):
-            found = plan.forward(*inputs[: plan.inputs], *way.packs)
+            found = way.forward(*inputs[: plan.inputs], *way.packs)
         outputs = no_views(found[: plan.outputs])
         pool = (*inputs[: plan.inputs], *outputs, *found[plan.outputs : plan.tensors])
         # keep a weight's data of now, as stock's views do: a later `param.data = ...` changes only the parameter
@@ -79,7 +84,7 @@ class PlanFunction(torch.autograd.Function):
         saved_next(kept, plan.places_outside)
         ctx.save_for_backward(*kept)
         ctx.sizes = found[plan.tensors :]
-        ctx.plan, ctx.stages, ctx.heads = plan, stages, heads
+        ctx.plan, ctx.backward_of, ctx.stages, ctx.heads = plan, way.backward, stages, heads
         # only what runs again calls them in backward
         ctx.calls = calls if plan.checkpointed else ()
         ctx.like = [(y.shape, y.dtype, y.device) for y in outputs] if len(outputs) > 1 else ()
@@ -103,7 +108,7 @@ class PlanFunction(torch.autograd.Function):
         # `with_heads` gives them in reverse order
         handed = with_heads(grads, ctx.heads, range(plan.outputs))[::-1]
         stages = stages_of(ctx)
-        run, zeros = plan.backward(missing, () if stages is None else stages.stops)
+        run, zeros = ctx.backward_of(missing, () if stages is None else stages.stops)
         for i in zeros:
             shape, dtype, device = ctx.like[i]
             handed[i] = torch.zeros(shape, dtype=dtype, device=device)

@@ -17,7 +17,7 @@ LARGE = 2**20
 Heads = dict[int, Tensor]
 
 
-def no_views(outputs: tuple[Any, ...]) -> tuple[Any, ...]:
+def no_views(outputs: Sequence[Any]) -> tuple[Any, ...]:
     """A Function's outputs as autograd may see them: not as views, because somebody may write on them in place.
 
     An alias by `detach` has the version counter of what it is made from, so a write is still seen.

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor, nn
 
-from ..codecs import IDENTITY
 from ..graphs.checkpointed import recompute_of
 from ..graphs.codec_marks import other_codec
 from ..graphs.plan import LayerPlan
@@ -18,12 +17,12 @@ from ..modules.checkpoint import KeptInput
 from ..ops.autocast import autocast_dtype
 from ..ops.region import region_in_progress
 from ..ops.snapshot import MERGED, refuse_merges
-from ..private_apis import as_in_first_run
+from ..private_apis import FakeTensor, as_in_first_run
 from ..records import applied, rows_left_out
 from ..records import checkpointed as is_checkpointed
 from . import handing, stages
-from .caches import Slot, fill_slots
-from .function import PlanFunction, Way
+from .caches import fill_slots
+from .function import PlanFunction
 from .given import CallArguments, Unknown
 from .handing import Heads, let_go
 from .look import Attributes, LayerLook, kind_of
@@ -31,6 +30,7 @@ from .possible import is_plain_weight, opaque_in, why_not
 from .site import LayerSettings
 from .stages import Stages, stops_of
 from .store import ARGUMENT, Kind, Known, Store, TraceSetting, learn
+from .use import Use, use_of
 
 # how many states of a layer (training, evaluation, adapters) are remembered
 _STATES = 8
@@ -38,20 +38,6 @@ _STATES = 8
 _TRIES = 2
 # how much a call counts for that whose cache may be the reason
 _WITH_CACHE = 0.25
-
-
-class _Use(NamedTuple):
-    """How one layer runs a plan. It holds as long as the look holds.
-
-    Attributes:
-        way: How it keeps what the plan keeps.
-        slots: Where it puts keys and values in caches.
-        attentions: The modules that the attention functions are given of which no tracer sees the inside.
-    """
-
-    way: Way
-    slots: list[Slot]
-    attentions: list[nn.Module]
 
 
 @dataclass
@@ -67,7 +53,7 @@ class _State:
     adapters: list[nn.Module]
     why_not: str = ""
     last: tuple[Any, Known | None] = (None, None)
-    uses: dict[Any, _Use] = field(default_factory=dict)
+    uses: dict[Any, Use] = field(default_factory=dict)
 
     def looked_at(self, given: CallArguments) -> set[int]:
         """The integers among the arguments, by number, that the layer's code has looked at in calls of that form."""
@@ -84,13 +70,11 @@ class _State:
             [(y.shape, y.stride(), y.dtype, y.requires_grad) for y in given.tensors],
         ]  # fmt: skip
 
-    def use(self, layer: nn.Module, known: Known, plan: LayerPlan, keeps: KeptInput | None) -> _Use:
-        """How the layer runs a plan."""
-        found = self.uses.get((id(known), keeps))
+    def use(self, layer: nn.Module, known: Known, plan: LayerPlan, keeps: KeptInput | None, real: bool) -> Use:
+        """How the layer runs a plan, with data (`real`) or with tensors without data."""
+        found = self.uses.get((id(known), keeps, real))
         if found is None:
-            slots = [slot._replace(index=_index(layer, slot.index)) for slot in known.slots]
-            attentions = [layer.get_submodule(call.path) for call in known.calls]
-            found = self.uses[id(known), keeps] = _Use(_way(layer, plan, keeps), slots, attentions)
+            found = self.uses[id(known), keeps, real] = use_of(layer, known, plan, keeps, real)
         return found
 
 
@@ -114,6 +98,10 @@ class PlannedLayer:
     def __getstate__(self) -> dict[str, Any]:
         # a copy looks its own modules up
         return {**self.__dict__, "_states": []}
+
+    def note(self, layer: nn.Module) -> None:
+        """Note a layer that was just patched, so that it is known before its first call how it differs from others."""
+        self.store.note(*_kind_of(layer))
 
     def run(
         self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], keeps: KeptInput | None = None
@@ -158,6 +146,12 @@ class PlannedLayer:
         found = [calls for state in self._states for calls in state.known.values() if isinstance(calls, Known)]
         return list({id(known): known for known in found}.values())
 
+    def why_not_compiled(self) -> list[str]:
+        """Why plans of this layer run as they are that should be compiled."""
+        plans = (known.plan for known in self.known())
+        codes = (code for plan in plans if isinstance(plan, LayerPlan) for code in plan.compiled.values())
+        return list(dict.fromkeys(code for code in codes if isinstance(code, str)))
+
     def _leaf_by_leaf(self, why: str) -> tuple[Any] | None:
         """Note for the report why a call goes module by module."""
         self.leaf_calls, self.why = self.leaf_calls + 1, why
@@ -169,12 +163,9 @@ class PlannedLayer:
                 if i:
                     self._states.insert(0, self._states.pop(i))
                 return state
-        settings = settings_of(layer)
-        assert isinstance(settings, LayerSettings)
-        other = other_codec(layer)
-        base, attributes = kind_of(layer, (settings.codec, other, settings.selective))
+        base, attributes = _kind_of(layer)
         kind, known = self.store.kind(base, attributes)
-        look, weights, reason = LayerLook(layer), _places(layer), why_not(layer, other)
+        look, weights, reason = LayerLook(layer), _places(layer), why_not(layer, other_codec(layer))
         state = _State(look, kind, known, base, attributes, weights, _adapters(layer), reason)
         self._states = [state, *self._states[: _STATES - 1]]
         return state
@@ -235,7 +226,7 @@ class PlannedLayer:
         weights: list[Any],
         keeps: KeptInput | None,
     ) -> tuple[Any] | None:
-        way, slots, attentions = state.use(layer, known, plan, keeps)
+        way, slots, attentions = state.use(layer, known, plan, keeps, type(given.tensors[0]) is not FakeTensor)
         if not all([slot.is_free(given.caches) for slot in slots]):
             return None
         inputs = [*weights, *given.tensors]
@@ -246,7 +237,7 @@ class PlannedLayer:
             call.of(module, others, plan.checkpointed) for call, module in zip(known.calls, attentions, strict=True)
         ]
         # what a stage of the backward runs later finds no calls any more
-        whole = plan.elements <= stages.SLACK or (calls and keeps is not None)
+        whole = plan.elements <= stages.SLACK or (calls and keeps is not None) or way.compiled
         stops = () if whole else stops_of(plan.order, inputs, 4 * x.numel())
         run = Stages(stops, inputs) if stops else None
         heads: Heads | None = {} if 3 * x.numel() >= handing.LARGE else None
@@ -260,6 +251,12 @@ class PlannedLayer:
             count -= 2 * sum(not slot.is_flag for slot in slots)
             fill_slots(slots, given.caches, made[count:])
         return (known.returned.put_together(made[:count], [*given.tensors, *given.caches, *given.integers]),)
+
+
+def _kind_of(layer: nn.Module) -> tuple[Hashable, Attributes]:
+    settings = settings_of(layer)
+    assert isinstance(settings, LayerSettings)
+    return kind_of(layer, (settings.codec, settings.other, settings.selective, settings.compile))
 
 
 def _frozen(key: Any) -> Hashable:
@@ -279,19 +276,6 @@ def _places(layer: nn.Module) -> list[tuple[dict[str, Any], str]]:
     return list(found.values())
 
 
-def _index(layer: nn.Module, place: Any) -> Any:
-    return place if isinstance(place, int) else getattr(layer.get_submodule(place[0]), place[1])
-
-
 def _adapters(layer: nn.Module) -> list[nn.Module]:
     """The modules that may merge an adapter into a weight, which no version shows."""
     return [module for module in layer.modules() if MERGED in vars(module)]
-
-
-def _way(layer: nn.Module, plan: LayerPlan, keeps: KeptInput | None) -> Way:
-    """How a layer keeps what the plan keeps."""
-    codecs = {x.place: x.codec_in(layer) for x in plan.packed}
-    if keeps is not None and plan.outside:
-        codecs[plan.outside[0].place] = keeps.codec
-    packs = [x.packer(codecs[x.place]) for x in plan.packed if not x.outside]
-    return Way((packs,) if packs else (), [x._replace(codec=codecs.get(x.place, IDENTITY)) for x in plan.outside])

@@ -139,7 +139,7 @@ class Same:
         return id(self.value)
 
 
-def kind_of(layer: nn.Module, asked: tuple[Codec, Codec, bool]) -> tuple[Hashable, Attributes]:
+def kind_of(layer: nn.Module, asked: tuple[Codec, Codec, bool, bool]) -> tuple[Hashable, Attributes]:
     """What makes two layers of one kind, and those of their attributes that may differ nevertheless.
 
     `asked` are the codecs of attention in the layer's own code and of what no patched module keeps, and whether

@@ -36,6 +36,7 @@ class LayerSettings(Settings):
     Args:
         plans: The plans.
         selective: Whether products of activations are recomputed in backward.
+        compile: Whether Inductor makes the code of its plans.
         other: The codec of activations that no patched module keeps, in it.
         kept: What it keeps where it is checkpointed; None: its input as it is.
         function: The checkpoint function that the model was given, or None: a compiler finds it here.
@@ -46,6 +47,7 @@ class LayerSettings(Settings):
     function: Any = None
     other: Codec = IDENTITY
     selective: bool = True
+    compile: bool = False
 
 
 class PlannedLayerMixin(ModuleMixin):

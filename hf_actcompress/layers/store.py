@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -26,6 +26,7 @@ from ..graphs.trial import try_plan
 from ..models.attention_interface import foreign_functions_are_nodes
 from ..modules.base import settings_of, stock_type
 from ..ops import opaque
+from ..ops.kernel_nodes import left_to_a_compiler
 from ..ops.snapshot import Snapshot
 from ..private_apis import without_dispatch_modes, without_saved_tensor_hooks
 from ..private_apis.graphs import code_when_asked
@@ -198,7 +199,9 @@ def _learn(
         return [*found.tensors, *(x for _, heads in updates for x in heads)]
 
     inputs = [*snapshot.tensors, *given.tensors]
-    with foreign_functions_are_nodes(), opaque.traced_calls({"mask": given.masks, "integer": integers}) as made:
+    others: dict[str, Sequence[Any]] = {"mask": given.masks, "integer": integers}
+    compiles = left_to_a_compiler(settings_of(layer).compile)  # type: ignore[union-attr]
+    with foreign_functions_are_nodes(), compiles, opaque.traced_calls(others) as made:
         joint = trace(call, inputs, weights, setting.dynamic, _held(layer), setting.again == Recompute.ALL)
     joint.selective = settings_of(layer).selective  # type: ignore[union-attr]
     if setting.again == Recompute.ALL and any(one.draws for one in made):

@@ -11,7 +11,9 @@ computes both by one kernel.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
@@ -49,10 +51,23 @@ RUNS: dict[Any, Callable[..., Any]] = {}
 # the stock functions that nodes name by their place here, and the place of each
 _stocks: list[_Known] = []
 _places: dict[Any, int] = {}
+_left_to_a_compiler: ContextVar[bool] = ContextVar("whether a compiler makes the code", default=False)
+
+
+@contextmanager
+def left_to_a_compiler(yes: bool) -> Iterator[None]:
+    """While the block runs, no function has a kernel if a compiler makes the code: it fuses stock code itself."""
+    token = _left_to_a_compiler.set(yes)
+    try:
+        yield
+    finally:
+        _left_to_a_compiler.reset(token)
 
 
 def has_kernel(name: str, x: Tensor, row: str | None = None) -> bool:
     """Whether the device of x, a tensor without data, runs a kernel for a function of `reference/`."""
+    if _left_to_a_compiler.get():
+        return False
     rules = device_rules()
     if rules is not None:
         return not rules.on_cpu and name in KERNELS and row not in TORCH_HAS.get(name, ())

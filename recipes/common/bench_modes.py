@@ -95,6 +95,16 @@ MODES: dict[str, Mode] = {
         )
         for name in ("exact", "int8", "int4")
     },
+    # each kind of layer is compiled once, and what is around the layers runs as it is
+    **{
+        f"{name} layers-compiled": Mode(
+            partial(patch_model, config=name, compile=True), exact=name in EXACT, same_masks=False, compiled=True
+        )
+        for name in ("exact", "int8", "int4")
+    },
+    "exact+checkpointing layers-compiled": Mode(
+        lambda model: _checkpointed(patch_model(model, compile=True)), same_masks=False, compiled=True
+    ),
     "int8+compile, no reuse": Mode(
         lambda model: _compiled(patch_model(model, "int8"), allow_buffer_reuse=False),
         exact=False,

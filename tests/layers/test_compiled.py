@@ -1,0 +1,271 @@
+"""Plans that a compiler makes code of.
+
+Most tests here run the graphs that Inductor would get op by op, without its decompositions: what is around its code is
+right if they have stock's bits. The last ones run Inductor.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+from torch.func import functionalize
+from torch.fx import GraphModule
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from hf_actcompress import CompressionConfig, PatchReport, estimate, patch_model, patch_report
+from hf_actcompress.config import PRESETS
+from hf_actcompress.errors import UnknownOptionError
+from hf_actcompress.graphs import compiled
+from hf_actcompress.private_apis.graphs import tracing_for_compiler
+from tests.families import BY_NAME, FAMILIES, oracle_step, relative_error, step
+from tests.layers.plans import DTYPES, PLANS, assert_same, assert_stock_bits, by_plans, plans_of
+from tests.oracle import kept_bytes as kept_by
+
+COMPILED = replace(PLANS, compile=True)
+WAYS = [
+    ("fp32", "none", False), ("bf16", "left", False), ("autocast", "right", False), ("fp32", "none", True),
+    ("autocast", "right", True),
+]  # fmt: skip
+
+
+class Compiler:
+    """Takes the place of Inductor.
+
+    Attributes:
+        backwards: For each graph that it was given, whether it is a backward.
+        fails: Whether it raises.
+    """
+
+    def __init__(self) -> None:
+        self.backwards: list[bool] = []
+        self.fails = False
+
+    def code(self, graph: GraphModule, mode: Any, *, backward: bool) -> Callable[[list[Any]], Any]:
+        if self.fails:
+            raise RuntimeError("no compiler here")
+        self.backwards.append(backward)
+
+        def run(given: list[Any]) -> Any:
+            arguments = list(given)
+            given.clear()
+            return [_no_view(y) for y in graph(*arguments)]
+
+        return run
+
+
+def _no_view(y: Any) -> Any:
+    """The same memory as a tensor that is no view, as Inductor returns it."""
+    if not isinstance(y, Tensor) or not y._is_view():
+        return y
+    return torch.empty(0, dtype=y.dtype).set_(y.untyped_storage(), y.storage_offset(), y.shape, y.stride())
+
+
+def as_they_are(function: Any, values: Any) -> GraphModule:
+    """The graph of a function, without decompositions."""
+    with tracing_for_compiler(), next(x.fake_mode for x in values if isinstance(x, Tensor)), torch.no_grad():
+        return make_fx(functionalize(function))(*values)
+
+
+@pytest.fixture
+def compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[Compiler]:
+    """Graphs run op by op."""
+    found = Compiler()
+    monkeypatch.setattr(compiled, "functional", as_they_are)
+    monkeypatch.setattr(compiled, "inductor_code", found.code)
+    compiled._say_once.cache_clear()
+    yield found
+
+
+def kept_bytes(model: Any, batch: dict[str, Any]) -> int:
+    """What a step keeps until backward, by allocator events."""
+    return kept_by(lambda: model(**batch).loss)
+
+
+def assert_compiled(model: Any) -> None:
+    """All plans of the model ran compiled."""
+    for plans in plans_of(model):
+        assert plans.why_not_compiled() == []
+        assert [known for known in plans.known() if known.plan.compiled]
+
+
+@pytest.mark.daily(20)
+@pytest.mark.parametrize(("mode", "padding", "checkpointed"), WAYS)
+@pytest.mark.parametrize("name", [family.name for family in FAMILIES])
+def test_every_family(name: str, mode: str, padding: str, checkpointed: bool, compiler: Compiler) -> None:
+    family = BY_NAME[name]
+    model = family.build(DTYPES[mode])
+    if checkpointed:
+        model.gradient_checkpointing_enable()
+    batch = family.make_batch(padding if padding in family.paddings else "none")
+    assert_compiled(assert_stock_bits(model, batch, mode, COMPILED))
+
+
+@pytest.mark.daily(4)
+@pytest.mark.parametrize("preset", ["int8", "int4", "fp8"])
+@pytest.mark.parametrize("name", ["llama", "bert", "gpt2-gelu-new", "qwen3"])
+def test_codecs_pack_in_the_graph(name: str, preset: str, compiler: Compiler) -> None:
+    """Gradients and kept bytes are those of the preset without a compiler, also from the second sizes on."""
+    family = BY_NAME[name]
+    model = family.build()
+    ours = patch_model(copy.deepcopy(model), replace(by_plans(preset), compile=True))
+    plain = patch_model(copy.deepcopy(model), by_plans(preset))
+    for batch, length in ((2, 24), (3, 40), (5, 33)):
+        ids = torch.randint(3, 60, (batch, length), generator=torch.Generator().manual_seed(length))
+        assert_same(ours, plain, {"input_ids": ids, "labels": ids})
+    assert_compiled(ours)
+    # a forward and a backward for one size and for any sizes, whatever the number of layers
+    assert sorted(compiler.backwards) == [False, False, True, True]
+    kept = [kept_bytes(one, {"input_ids": ids, "labels": ids}) for one in (ours, plain)]
+    assert kept[0] == kept[1]
+
+
+@pytest.mark.parametrize("name", ["llama", "bert"])
+def test_adapters_accumulate(name: str, compiler: Compiler) -> None:
+    model = get_peft_model(
+        BY_NAME[name].build(), LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+    ).train()
+    ours, batch = patch_model(copy.deepcopy(model), COMPILED), BY_NAME[name].make_batch()
+    for one in (model, ours):
+        for _ in range(2):
+            one(**batch).loss.backward()
+    found = dict(ours.named_parameters())
+    assert not [n for n, p in model.named_parameters() if p.requires_grad and not torch.equal(p.grad, found[n].grad)]
+    assert_compiled(ours)
+
+
+def test_outputs_without_a_gradient(compiler: Compiler) -> None:
+    """A loss on the keys in a cache, twice: the backward of the first layer has no gradient of its output."""
+    model, batch = BY_NAME["llama"].build(use_cache=True), BY_NAME["llama"].make_batch()
+    del batch["labels"]
+    found = []
+    for one in (model, patch_model(copy.deepcopy(model), COMPILED)):
+        loss = sum(layer.keys.square().mean() for layer in one(**batch).past_key_values.layers)
+        loss.backward(retain_graph=True)
+        loss.backward()
+        found.append({n: p.grad for n, p in one.named_parameters() if p.grad is not None})
+    assert found[0].keys() == found[1].keys()
+    assert not [n for n, grad in found[0].items() if not torch.equal(grad, found[1][n])]
+
+
+class Exponential(nn.Module):
+    """A block that returns a view of what its backward needs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.exp(self.linear(x)).transpose(1, 2)
+
+
+@pytest.mark.parametrize("compile", [False, True])
+def test_writes_on_an_output_are_seen(compile: bool, compiler: Compiler) -> None:
+    """Whoever writes into what a block returned, and what its backward needs, gets torch's error."""
+    blocks = patch_model(nn.ModuleList([Exponential(), Exponential()]), replace(PLANS, compile=compile))
+    y = blocks[0](torch.ones(2, 8, 8))
+    assert plans_of(blocks)[0].calls == 1
+    with torch.no_grad():
+        y.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
+
+
+def test_left_out_rows(compiler: Compiler) -> None:
+    """Rows of padding are not kept; what packs them runs behind the compiled forward."""
+    config = CompressionConfig(loss_head=False, drop_padding=True)
+    family = BY_NAME["llama"]
+    models = [patch_model(family.build(), replace(config, compile=which)) for which in (True, False)]
+    batch = family.make_batch("right")
+    assert_same(*models, batch)
+    assert_compiled(models[0])
+    assert kept_bytes(models[0], batch) == kept_bytes(models[1], batch)
+
+
+@pytest.mark.parametrize("why", ["the compiler", "a node that no compiler sees"])
+def test_what_cannot_be_compiled_runs_as_it_is(
+    why: str, compiler: Compiler, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    compiler.fails = why == "the compiler"
+    family = BY_NAME["llama"]
+    model = family.build(hidden_act="silu")
+    if why != "the compiler":
+        monkeypatch.setattr(compiled, "refuse_opaque", _refuse)
+    with caplog.at_level(logging.WARNING):
+        ours = assert_stock_bits(model, family.make_batch(), config=COMPILED)
+        step(ours, family.make_batch())
+    said = [record.message for record in caplog.records if "not compiled" in record.message]
+    assert len(said) == 1
+    assert "no compiler here" in said[0] if compiler.fails else "opaque" in said[0]
+    report: PatchReport = patch_report(ours)
+    assert any("not compiled" in row.note for row in report.rows)
+
+
+def _refuse(graph: Any) -> None:
+    raise compiled.NotCompiled("an opaque node")
+
+
+def test_config() -> None:
+    model = patch_model(BY_NAME["llama"].build(), compile=True)
+    assert patch_model(model).config is not None  # a call with another config patches again
+    with pytest.raises(UnknownOptionError, match="with compile, plans"):
+        CompressionConfig(plans=False, compile=True)
+
+
+def test_estimates_run_no_compiler(compiler: Compiler) -> None:
+    model = BY_NAME["llama"].build()
+    configs = [replace(PRESETS["exact"], compile=which) for which in (True, False)]
+    found = [estimate(model, config=config, batch_size=2, seq_len=16) for config in configs]
+    assert found[0].kept_bytes == found[1].kept_bytes
+    assert compiler.backwards == []
+
+
+@pytest.mark.parametrize("preset", ["exact", "int8"])
+def test_inductor(preset: str) -> None:
+    """At two sizes, errors are at most 1.1 times those without a compiler, and kept bytes are the same."""
+    model = BY_NAME["llama"].build()
+    ours = patch_model(copy.deepcopy(model), preset, compile=True)
+    plain = patch_model(copy.deepcopy(model), preset)
+    for batch, length in ((2, 24), (3, 40)):
+        ids = torch.randint(3, 60, (batch, length), generator=torch.Generator().manual_seed(length))
+        data = {"input_ids": ids, "labels": ids}
+        oracle = oracle_step(model, data)
+        errors = [relative_error(step(one, data)[1], oracle) for one in (ours, plain)]
+        assert errors[0] <= 1.1 * errors[1] + 1e-7
+        assert kept_bytes(ours, data) == kept_bytes(plain, data)
+    assert_compiled(ours)
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_inductor_draws_in_backward_what_it_drew(checkpointed: bool) -> None:
+    """The gradient is the slope of the loss: dropout's masks are made again from their seeds."""
+    torch.manual_seed(0)
+    model = BY_NAME["bert"].build(torch.float64, dropout=0.2)
+    if checkpointed:
+        model.gradient_checkpointing_enable()
+    ours, batch = patch_model(model, COMPILED), BY_NAME["bert"].make_batch()
+
+    def loss() -> Tensor:
+        torch.manual_seed(3)
+        return ours(**batch).loss
+
+    loss().backward()
+    weight = ours.bert.encoder.layer[0].attention.self.value.weight
+    way = torch.randn_like(weight)
+    slopes = []
+    for sign in (1, -1):
+        with torch.no_grad():
+            weight += sign * 1e-5 * way
+        slopes.append(loss().detach())
+        with torch.no_grad():
+            weight -= sign * 1e-5 * way
+    slope = (slopes[0] - slopes[1]) / 2e-5
+    assert abs(slope - (weight.grad * way).sum()) <= 1e-6 * weight.grad.norm() * way.norm()
+    assert_compiled(ours)
