@@ -35,7 +35,7 @@ def prepare_model(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase, 
     """The model to train: stock, or the same weights patched."""
     model = add_lora(args, build_model(args, AutoModelForCausalLM, tokenizer), "CAUSAL_LM")
     if mode == "patched":
-        patch_model(model, args.preset)
+        patch_model(model, args.preset, compile=args.compile_layers)
     if mode == "control":
         nudge(model, getattr(torch, compute_dtype(args)), args.seed)
     return model

@@ -25,7 +25,7 @@ from common.session import ROOT, Archive, Ended, Job, run, unpack_wheels
 from common.versions import PEERS, about_this_run
 
 _MODES = ("stock", "checkpointing", "liger", "liger+checkpointing", "exact", "exact+checkpointing", "int8", "int4")
-_COMPILED = ("stock", "compile", "exact+compile", "int8+compile")
+_COMPILED = ("stock", "compile", "exact+compile", "int8+compile", "exact layers-compiled", "int8 layers-compiled")
 _ROUNDS = ("--rounds", "7")
 # in seconds: a job is not started with less time left
 MINIMUM = 5.0

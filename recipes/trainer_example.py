@@ -94,7 +94,7 @@ def make_trainer(args: argparse.Namespace, mode: Mode, recorder: StepRecorder) -
     model = add_lora(args, build_model(args, AutoModelForCausalLM, tokenizer), "CAUSAL_LM")
     callbacks: list[TrainerCallback] = [recorder]
     if mode == "patched":
-        callbacks.append(ActCompressCallback(args.preset))
+        callbacks.append(ActCompressCallback(args.preset, compile=args.compile_layers))
     if mode == "control":
         nudge(model, getattr(torch, compute_dtype(args)), args.seed)
     return Trainer(

@@ -22,8 +22,8 @@ def inductor_code(graph: GraphModule, mode: FakeTensorMode, *, backward: bool) -
     from torch._guards import TracingContext, tracing
     from torch._inductor.compile_fx import compile_fx_inner, record_original_output_strides
 
-    output = graph.graph.output_node()
-    output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))  # type: ignore[arg-type]
+    output: Any = graph.graph.output_node()
+    output.meta["user_visible_output_idxs"] = list(range(len(output.args[0])))
     record_original_output_strides(graph)
     given = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
     with tracing(TracingContext(mode)):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ class ActCompressCallback(MemoryCallback, ExportableState):  # type: ignore[misc
     Args:
         config: As for `patch_model`, or the dict of a config.
         strict: Raise an error if nothing could be patched.
+        compile: As for `patch_model`.
         log_memory: Log kept bytes and peak. On a CUDA device this resets the statistics of the peak in each step.
 
     Attributes:
@@ -49,10 +51,12 @@ class ActCompressCallback(MemoryCallback, ExportableState):  # type: ignore[misc
         config: CompressionConfig | Mapping[str, Any] | str = "exact",
         *,
         strict: bool = True,
+        compile: bool | None = None,
         log_memory: bool = True,
     ) -> None:
         super().__init__()
-        self.config = CompressionConfig.from_dict(config) if isinstance(config, Mapping) else resolve(config)
+        found = CompressionConfig.from_dict(config) if isinstance(config, Mapping) else resolve(config)
+        self.config = found if compile is None else replace(found, compile=compile)
         self.strict, self.log_memory = strict, log_memory
         self.report: PatchReport | None = None
 

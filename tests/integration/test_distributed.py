@@ -21,7 +21,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from hf_actcompress import PRESETS, patch_model
 from tests.families import BODY, BY_NAME, Family, Gradients, differing, oracle_step, relative_error
-from tests.layers.plans import calls
+from tests.layers.plans import assert_compiled, calls
 from tests.oracle import EXACT
 
 RANKS = 2
@@ -44,6 +44,8 @@ class Case:
     # the inputs of checkpointed layers go through a lossless codec
     packed: bool = False
     compiled: bool = False
+    # the layers' plans are compiled
+    compiled_plans: bool = False
     whole: bool = False
     bit_equal: bool = True
 
@@ -67,6 +69,8 @@ CASES = (
     Case("llama", "fsdp", mixed=True, checkpointing=True, packed=True),
     Case("llama", "fsdp", head="each", whole=True, bit_equal=False),
     Case("llama", "fsdp", mixed=True, compiled=True, bit_equal=False),
+    Case("bert", "ddp", compiled_plans=True, bit_equal=False),
+    Case("llama", "fsdp", mixed=True, checkpointing=True, compiled_plans=True, bit_equal=False),
 )
 
 
@@ -101,7 +105,9 @@ def _run_case(case: Case, rank: int) -> None:
     family = BY_NAME[case.family]
     # dropout is off: the oracle has no masks
     config = replace(
-        PRESETS["exact"] if case.whole else BODY, checkpoint_input="offload" if case.packed else "identity"
+        PRESETS["exact"] if case.whole else BODY,
+        checkpoint_input="offload" if case.packed else "identity",
+        compile=case.compiled_plans,
     )
     models = [family.build(), patch_model(family.build(), config)]
     for model in models:
@@ -110,6 +116,8 @@ def _run_case(case: Case, rank: int) -> None:
     stock, ours = (_gradients(_wrap(model, case), family, rank) for model in models)
     # layers run by plans, although FSDP2 uses other dtypes than the model had when it was patched
     assert case.compiled or all(calls(models[1]))
+    if case.compiled_plans:
+        assert_compiled(models[1])
     assert stock.keys() == ours.keys()
     if case.bit_equal:
         assert not differing(ours, stock)

@@ -68,6 +68,13 @@ def assert_all_ran(model: nn.Module) -> None:
     assert [(plans.calls > 0, plans.why) for plans in plans_of(model)] == [(True, "")] * len(plans_of(model))
 
 
+def assert_compiled(model: Any) -> None:
+    """All plans of the model ran compiled."""
+    for plans in plans_of(model):
+        assert plans.why_not_compiled() == []
+        assert [known for known in plans.known() if known.plan.compiled]
+
+
 def assert_stock_bits(model: Any, batch: Batch, mode: str = "fp32", config: CompressionConfig = PLANS) -> Any:
     """A step of the model by plans has stock's bits in the loss and in every gradient. Returns the patched model."""
     ours = patch_model(copy.deepcopy(model), config)

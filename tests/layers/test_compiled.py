@@ -26,7 +26,7 @@ from hf_actcompress.errors import UnknownOptionError
 from hf_actcompress.graphs import compiled
 from hf_actcompress.private_apis.graphs import tracing_for_compiler
 from tests.families import BY_NAME, FAMILIES, oracle_step, relative_error, step
-from tests.layers.plans import DTYPES, PLANS, assert_same, assert_stock_bits, by_plans, plans_of
+from tests.layers.plans import DTYPES, PLANS, assert_compiled, assert_same, assert_stock_bits, by_plans, plans_of
 from tests.oracle import kept_bytes as kept_by
 
 COMPILED = replace(PLANS, compile=True)
@@ -87,13 +87,6 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[Compiler]:
 def kept_bytes(model: Any, batch: dict[str, Any]) -> int:
     """What a step keeps until backward, by allocator events."""
     return kept_by(lambda: model(**batch).loss)
-
-
-def assert_compiled(model: Any) -> None:
-    """All plans of the model ran compiled."""
-    for plans in plans_of(model):
-        assert plans.why_not_compiled() == []
-        assert [known for known in plans.known() if known.plan.compiled]
 
 
 @pytest.mark.daily(20)
