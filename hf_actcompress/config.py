@@ -118,8 +118,8 @@ class CompressionConfig(ConfigFile):
         compile: Let torch's compiler, Inductor, make the code of plans: once per kind of layer, and once more when
             sizes change; it is cached on disk. There are no graph breaks, and no guards in each call. Exact up to
             rounding (dropout draws other numbers), with the same bytes. A backward that adds to gradients holds those
-            of a whole layer at once. What no compiler sees (quantised weights, other packages' attention) runs as
-            without it, which is said once. No effect inside of `torch.compile(model)`.
+            of a whole layer at once. A layer that cannot be compiled runs as without it, which is said once. No effect
+            inside of `torch.compile(model)`.
         blocks: Further modules that run by plans, each by a part of its name in the model ("transformer_blocks" is a
             list and names the modules in it), by its class, or by the name of that.
         tokens: The share of each sequence's tokens that get gradients, above 0 and up to 1 (TokenTune, arXiv

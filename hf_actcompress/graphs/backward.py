@@ -26,6 +26,7 @@ class Part(NamedTuple):
         returned: What it returns for each input.
         needed: The nodes of which that is made.
         zeros: The outputs without a gradient for which it wants zeros.
+        raw: The places of kept tensors that the graph opens itself.
     """
 
     graph: Graph
@@ -33,6 +34,7 @@ class Part(NamedTuple):
     returned: list[Node | None]
     needed: set[Node]
     zeros: tuple[int, ...]
+    raw: frozenset[int] = frozenset()
 
 
 class BackwardCode:
@@ -72,12 +74,15 @@ class BackwardCode:
         zeros = tuple(i for node in needed if (i := places.get(node, -1) - count) in missing)
         return Part(graph, places, returned, needed, zeros)
 
-    def write(self, missing: frozenset[int], stops: Stops) -> tuple[Callable[..., Any], tuple[int, ...]]:
+    def write(
+        self, missing: frozenset[int], stops: Stops, change: Callable[[Part], Part] = lambda part: part
+    ) -> tuple[Callable[..., Any], tuple[int, ...]]:
         """The code for a backward in which some outputs, by place, have no gradient, and those of them for which it
-        wants zeros."""
-        part = self.part(missing)
+        wants zeros. `change` may replace the graph, as a compiler does."""
+        part = change(self.part(missing))
         returned = list(part.returned)
-        writer = _Boxed(part.graph, part.places, self.opens, [x for x in returned if x is not None])
+        opens = {place: open for place, open in self.opens.items() if place not in part.raw}
+        writer = _Boxed(part.graph, part.places, opens, [x for x in returned if x is not None])
         if not stops:
             writer.write(needed=part.needed)
         else:

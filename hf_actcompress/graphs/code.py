@@ -14,6 +14,7 @@ from ..ops import opaque
 from ..ops.kernel_nodes import NORMED, RSTD, RUNS, rms_norm_parts
 from ..private_apis.graphs import binding
 from ..reference import dropout_fwd, dropout_replay
+from .compiled_run import Segment
 from .draws import DRAWN, DROPPED
 from .in_place import written_over
 from .redraw import Certain, drawn_from, state_before
@@ -114,6 +115,9 @@ class CodeWriter:
         if target in _PAIRS and node.args[1].target is _PAIRS[target].first:  # type: ignore[union-attr]
             self._pair(node, _PAIRS[target])
             return
+        if isinstance(target, Segment):
+            self._segment(node)
+            return
         args = [self.text(x) for x in node.args]
         if target is drawn_from and node.args[0].target is state_before:  # type: ignore[union-attr]
             # the state was taken just before
@@ -131,6 +135,14 @@ class CodeWriter:
         else:
             text = f"{self.constant(direct(target))}({', '.join([*args, *words])})"
         self.lines.append(f"{self.name(node)} = {text}")
+
+    def _segment(self, node: Node) -> None:
+        """A call that is given a list, so that it can free what nobody else reads."""
+        self.lines.append(f"given = [{', '.join(map(self.text, node.args))}]")
+        dead = [self._names[x] for x in self._last.pop(node, ()) if x in self._names]
+        if dead:
+            self.lines.append(f"{' = '.join(dead)} = None")
+        self.lines.append(f"{self.name(node)} = {self.constant(node.target)}(given)")
 
     def _pair(self, node: Node, pair: Pair) -> None:
         x, first, *rest = node.args

@@ -1,8 +1,8 @@
-"""A plan's graphs as a compiler takes them: functional, of its own ops, with seeds for draws, and with the codecs of
-what is kept inside."""
+"""A plan's graphs as a compiler takes them: functional, of its own ops, and with seeds for draws."""
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,40 +10,37 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Interpreter, Node
 
-from ..compilation.policy import made_of
 from ..private_apis.inductor import random_of, seed_on
 from .draws import DRAWN, DROPPED
 from .redraw import Certain, drawn_from, state_before
 
 aten = torch.ops.aten
-# what this package registers; other ops of its run code of its own, which no compiler sees
+# what this package registers: but for dropout, code that no compiler sees into
 _OURS = "hf_actcompress"
 
 
-class NotCompiled(Exception):
-    """Why a plan is not compiled."""
+def is_opaque(node: Node) -> bool:
+    """Whether no compiler sees into a node: attention of other packages, quantised layers, draws without a formula."""
+    target: Any = node.target
+    if target is operator.getitem:
+        return isinstance(node.args[0], Node) and is_opaque(node.args[0])
+    if target is drawn_from:
+        return node.args[2] not in _OF_SEEDS
+    if target is state_before:
+        return any(user.target is drawn_from and is_opaque(user) for user in node.users)
+    return target not in (DRAWN, DROPPED) and getattr(target, "namespace", "") == _OURS
 
 
-def refuse_opaque(graph: Graph) -> None:
-    """Raise NotCompiled if a graph has a node that no compiler sees into."""
-    for node in graph.nodes:
-        target: Any = node.target
-        known = target in (DRAWN, DROPPED) or target is drawn_from or target is state_before
-        if node.op == "call_function" and not known and getattr(target, "namespace", "") == _OURS:
-            raise NotCompiled(f"it runs code that no compiler sees into ({target.__name__.partition('.')[0]})")
-        if target is drawn_from and node.args[2] not in _OF_SEEDS:
-            raise NotCompiled(f"it makes the numbers of {node.args[2]} again")
-
-
-def with_results(owner: GraphModule, graph: Graph, results: Sequence[Node | None]) -> tuple[GraphModule, list[Node]]:
-    """A copy of a graph that returns the results, which may be None, and the placeholders of which these are made."""
-    needed = made_of([x for x in results if x is not None])
-    made, copied = Graph(), dict[Node, Node]()
-    for node in graph.nodes:
-        if node in needed:
-            copied[node] = made.node_copy(node, copied.__getitem__)
-    made.output(tuple(None if x is None else copied[x] for x in results))
-    return GraphModule(owner, made), [node for node in graph.nodes if node.op == "placeholder" and node in needed]
+def segment_module(owner: GraphModule, nodes: Sequence[Node], given: Sequence[Node], results: Sequence[Node]) -> Run:
+    """Runs some nodes of a graph, of the values of `given`, and returns those of `results`."""
+    graph = Graph()
+    copied: dict[Node, Node] = {}
+    for x in given:
+        copied[x] = graph.placeholder(x.name)
+    for node in nodes:
+        copied[node] = graph.node_copy(node, copied.__getitem__)
+    graph.output(tuple(copied[x] for x in results))
+    return Run(GraphModule(owner, graph), {copied[x].name: x for x in (*given, *nodes)})
 
 
 class Run(Interpreter):
@@ -51,27 +48,27 @@ class Run(Interpreter):
 
     Args:
         module: The graph.
-        made: Called with each node and its value, when it is made.
-        opens: By the name of a placeholder: what makes its value, when it is read first.
+        original: By the name of a node: the node that it is a copy of.
+
+    Attributes:
+        made: Called with each original node and its value, when it is made.
+        opens: By original node: what makes the value of a placeholder, when it is first read.
     """
 
-    def __init__(
-        self,
-        module: GraphModule,
-        made: Callable[[Node, Any], None] = lambda node, value: None,
-        opens: dict[str, Callable[[], Tensor]] | None = None,
-    ) -> None:
+    def __init__(self, module: GraphModule, original: dict[str, Node]) -> None:
         super().__init__(module)
-        self._made, self._opens = made, opens or {}
+        self._original = original
+        self.made: Callable[[Node, Any], None] = lambda node, value: None
+        self.opens: dict[Node, Callable[[], Tensor]] = {}
 
     def run_node(self, n: Node) -> Any:
-        if n.op != "output":
-            for x in n.all_input_nodes:
-                if x.name in self._opens:
-                    self.env[x] = self._opens[x.name]()
-                    del self._opens[x.name]
+        for x in n.all_input_nodes:
+            opens = self.opens.pop(self._original[x.name], None)
+            if opens is not None:
+                self.env[x] = opens()
         value = super().run_node(n)
-        self._made(n, value)
+        if n.op != "output":
+            self.made(self._original[n.name], value)
         return value
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

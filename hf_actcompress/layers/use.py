@@ -50,6 +50,7 @@ def _way(layer: nn.Module, plan: LayerPlan, keeps: KeptInput | None, real: bool)
     if real and settings_of(layer).compile:  # type: ignore[union-attr]
         code = compiled(plan, {x.place: codecs[x.place] for x in plan.packed if not x.outside})
         if isinstance(code, Compiled):
-            return Way(code.forward, code.backward, (), outside, compiled=True)
+            packs = [x.packer(codecs[x.place]) for x in code.apart]
+            return Way(code.forward, code.backward, (packs,) if packs else (), outside, compiled=True)
     packs = [x.packer(codecs[x.place]) for x in plan.packed if not x.outside]
     return Way(plan.forward, plan.backward, (packs,) if packs else (), outside)

@@ -13,7 +13,7 @@ from torch import nn
 
 from hf_actcompress import CompressionConfig, kept_bytes, patch_model, unpatch_model
 from tests.families import BODY, VOCAB, Batch, differing, relative_error, step
-from tests.layers.plans import calls, plans_of
+from tests.layers.plans import assert_compiled, calls, plans_of
 
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
@@ -152,6 +152,19 @@ def test_bitsandbytes_runs_by_plans(
     assert torch.equal(stock[0], ours[0]) and not differing(ours[1], stock[1])
     assert calls(model) == [2, 2] and not any(found.leaf_calls for found in plans_of(model))
     assert kept[2] <= 1.01 * kept[1] and kept[2] < kept[0]
+
+
+def test_bitsandbytes_between_compiled_segments(tmp_path: Path) -> None:
+    """Inductor compiles what lies between quantised layers; the same bytes are kept."""
+    _bitsandbytes()
+    results, kept = [], []
+    for compile in (False, True):
+        model = patch_model(_lora(_loaded(tmp_path, 4, torch.float32)), BODY, compile=compile)
+        results.append(step(model, _batch()))
+        kept.append(kept_bytes(lambda model=model: model(**_batch()).loss, "cpu"))  # type: ignore[misc]
+    assert_compiled(model)
+    assert relative_error(results[1][1], results[0][1]) < TOLERANCE
+    assert kept[0] == kept[1]
 
 
 @pytest.mark.parametrize("bits", [4, 8])

@@ -27,6 +27,7 @@ from hf_actcompress.graphs import compiled
 from hf_actcompress.private_apis.graphs import tracing_for_compiler
 from tests.families import BY_NAME, FAMILIES, oracle_step, relative_error, step
 from tests.layers.plans import DTYPES, PLANS, assert_compiled, assert_same, assert_stock_bits, by_plans, plans_of
+from tests.models.test_packed import packed, rows
 from tests.oracle import kept_bytes as kept_by
 
 COMPILED = replace(PLANS, compile=True)
@@ -182,27 +183,40 @@ def test_left_out_rows(compiler: Compiler) -> None:
     assert kept_bytes(models[0], batch) == kept_bytes(models[1], batch)
 
 
-@pytest.mark.parametrize("why", ["the compiler", "a node that no compiler sees"])
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_segments_around_attention_that_no_compiler_sees(checkpointed: bool, compiler: Compiler) -> None:
+    """Packed rows: what is before our attention and what is behind it are compiled apart, once for both layers."""
+    model, batch = BY_NAME["qwen3"].build(), packed(rows())
+    if checkpointed:
+        model.gradient_checkpointing_enable()
+    ours, plain = (patch_model(copy.deepcopy(model), config) for config in (COMPILED, PLANS))
+    assert_same(ours, plain, batch)
+    assert_compiled(ours)
+    assert compiler.backwards == [False, False, True, True] + [True] * checkpointed
+    assert kept_bytes(ours, batch) == kept_bytes(plain, batch)
+
+
+@pytest.mark.parametrize("why", ["the compiler", "the trace"])
 def test_what_cannot_be_compiled_runs_as_it_is(
     why: str, compiler: Compiler, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     compiler.fails = why == "the compiler"
     family = BY_NAME["llama"]
     model = family.build(hidden_act="silu")
-    if why != "the compiler":
-        monkeypatch.setattr(compiled, "refuse_opaque", _refuse)
+    if why == "the trace":
+        monkeypatch.setattr(compiled, "functional", _refuse)
     with caplog.at_level(logging.WARNING):
         ours = assert_stock_bits(model, family.make_batch(), config=COMPILED)
         step(ours, family.make_batch())
     said = [record.message for record in caplog.records if "not compiled" in record.message]
     assert len(said) == 1
-    assert "no compiler here" in said[0] if compiler.fails else "opaque" in said[0]
+    assert ("no compiler here" if compiler.fails else "no trace here") in said[0]
     report: PatchReport = patch_report(ours)
     assert any("not compiled" in row.note for row in report.rows)
 
 
-def _refuse(graph: Any) -> None:
-    raise compiled.NotCompiled("an opaque node")
+def _refuse(*args: Any) -> None:
+    raise ValueError("no trace here")
 
 
 def test_config() -> None:
