@@ -59,9 +59,7 @@ def prepare_model(
     model = build_model(args, AutoModelForSequenceClassification, tokenizer, num_labels=classes)
     model = add_lora(args, model, "SEQ_CLS")
     if mode == "patched":
-        patch_model(
-            model, args.preset, compile=args.compile_layers
-        )  # keeps logits: few numbers per text
+        patch_model(model, args.preset, compile=args.compile_layers)  # keeps logits: few numbers per text
     if mode == "control":
         nudge(model, getattr(torch, compute_dtype(args)), args.seed)
     return model

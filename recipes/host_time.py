@@ -9,7 +9,8 @@ work per layer is less. All figures are per layer, forward and backward: the slo
 time on one thread, interleaved, the minimum of many steps; of --repeats such runs the median and the range are given.
 "Launches" are dispatched ops that are no views and would run a kernel; matrix products and calls of a fused attention
 are among them. Bytes are those that all others move, counted at a width of 512 (common/moved.py): per token, over the
-hidden size. Writes host_time.json and host_time.md.
+hidden size. Of compiled layers, kernels that the compiler has made and their bytes are not counted. Writes
+host_time.json and host_time.md.
 
 With --tokens and such files: computes, by model and GPU, from how many tokens per step on exact costs a GPU no
 time. This is not measured (common/free_from.py). Writes free_from.md.
@@ -42,6 +43,8 @@ Prepare = Callable[[Any], Any]
 MODES: dict[str, Prepare] = {
     "stock": lambda model: model,
     **{name: lambda model, name=name: patch_model(model, name) for name in PRESETS},  # type: ignore[misc]
+    "exact compiled": lambda model: patch_model(model, compile=True),
+    "int8 compiled": lambda model: patch_model(model, "int8", compile=True),
     "leaf by leaf": lambda model: patch_model(model, CompressionConfig(plans=False)),
     "without the net": lambda model: patch_model(model, CompressionConfig(net=False)),
 }

@@ -9,18 +9,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.func import functionalize
 from torch.fx import Graph, GraphModule, Node
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from ..codecs import Codec
 from ..codecs.table import CODECS
 from ..errors import CodecError
-from ..private_apis import inductor_decompositions
-from ..private_apis.graphs import tracing_for_compiler
 from ..reference.bits import pack_mask, unpack_mask
 from .attribution import attributed
 from .calls import between_functions, called, can_call, copied, in_memory
+from .functional import functional
 from .policy import CODEC, hint, made_by, numel
 from .transfers import with_transfers
 
@@ -282,14 +279,6 @@ class _Sizes:
             place = self._backward.placeholder(f"{x.name}_size_{axis}")
         place.meta["val"] = size
         return place
-
-
-def functional(function: Callable[..., Sequence[Any]], values: Sequence[Any]) -> GraphModule:
-    """The graph of a function of tensors without data, in Inductor's own ops and without writes in place."""
-    mode = next(x.fake_mode for x in values if isinstance(x, Tensor))  # type: ignore[attr-defined]
-    with tracing_for_compiler(), mode, torch.no_grad():
-        # codecs write in place, and a graph must not
-        return make_fx(functionalize(function), decomposition_table=inductor_decompositions())(*values)
 
 
 def _trace(function: Callable[..., tuple[Tensor, ...]], values: Sequence[Any]) -> GraphModule:

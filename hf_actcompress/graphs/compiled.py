@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from ..codecs import Codec
-from ..compilation.packing import functional
+from ..compilation.functional import functional
 from ..compilation.policy import made_of
 from ..ops.autocast import autocast_off
 from ..private_apis import without_dispatch_modes, without_saved_tensor_hooks

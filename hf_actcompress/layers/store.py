@@ -181,8 +181,7 @@ def _learn(
     integers = [Number(n) if (ARGUMENT, str(i)) in places else n for i, n in enumerate(given.integers)]
     noted.update({(ARGUMENT, str(i)): n for i, n in enumerate(integers) if isinstance(n, Number)})
     weights, device = len(snapshot.tensors), given.tensors[0].device.type
-    marks = attention_marks(layer)
-    returned: list[Returned] = []
+    marks, returned = attention_marks(layer), list[Returned]()
     updates: list[tuple[Slot, Any]] = []
 
     def call(inputs: list[Any]) -> list[Tensor]:
@@ -191,8 +190,8 @@ def _learn(
         caches = [stand_in(cache, i, updates) for i, cache in enumerate(given.caches)]
         tensors = inputs[weights:]
         args, kwargs = given.with_others(tensors, caches, integers)
-        enabled = setting.autocast is not None
-        with Replaced(marks), torch.autocast(device, setting.autocast, enabled=enabled, cache_enabled=False):
+        autocast = torch.autocast(device, setting.autocast, setting.autocast is not None, cache_enabled=False)
+        with Replaced(marks), autocast:
             value = snapshot.run(inputs[:weights], *args, **kwargs)
         found = Returned(value, [*tensors, *caches, *integers])
         returned[:] = [found]
@@ -200,10 +199,10 @@ def _learn(
 
     inputs = [*snapshot.tensors, *given.tensors]
     others: dict[str, Sequence[Any]] = {"mask": given.masks, "integer": integers}
-    compiles = left_to_a_compiler(settings_of(layer).compile)  # type: ignore[union-attr]
-    with foreign_functions_are_nodes(), compiles, opaque.traced_calls(others) as made:
+    settings: Any = settings_of(layer)
+    with foreign_functions_are_nodes(), left_to_a_compiler(settings.compile), opaque.traced_calls(others) as made:
         joint = trace(call, inputs, weights, setting.dynamic, _held(layer), setting.again == Recompute.ALL)
-    joint.selective = settings_of(layer).selective  # type: ignore[union-attr]
+    joint.selective = settings.selective
     if setting.again == Recompute.ALL and any(one.draws for one in made):
         raise NotTraced("its attention draws numbers that no second run can draw again")
     returned[0].forget()
