@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -81,9 +81,7 @@ class Cutter:
                 made.copied[node] = made.graph.placeholder(node.name)
                 made.copied[node].meta = dict(node.meta)
         pending: list[Node] = []
-        for node in self._nodes:
-            if node.op == "placeholder":
-                continue
+        for node in _with_items(x for x in self._nodes if x.op != "placeholder"):
             if is_opaque(node):
                 self._segment(pending)
                 pending = []
@@ -176,6 +174,23 @@ class Cutter:
             item = self._made.graph.call_function(operator.getitem, (made, i))
             item.meta["val"] = value
             yield item
+
+
+def _with_items(nodes: Iterable[Node]) -> list[Node]:
+    """The nodes, and behind each what is taken out of it: a segment returns tensors, and no tuples of them."""
+    ordered = list(nodes)
+    items: dict[Node, list[Node]] = {}
+    for node in ordered:
+        if node.target is operator.getitem:
+            items.setdefault(node.args[0], []).append(node)  # type: ignore[arg-type]
+
+    def behind(node: Node) -> Iterator[Node]:
+        yield node
+        for item in items.get(node, ()):
+            yield from behind(item)
+
+    starts = (x for x in ordered if x.target is not operator.getitem or x.args[0].op == "placeholder")  # type: ignore[union-attr]
+    return [x for start in starts for x in behind(start)]
 
 
 def _computes(node: Node) -> bool:

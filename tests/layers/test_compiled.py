@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import operator
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -17,13 +18,13 @@ import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.func import functionalize
-from torch.fx import GraphModule
+from torch.fx import Graph, GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from hf_actcompress import CompressionConfig, PatchReport, estimate, patch_model, patch_report
 from hf_actcompress.config import PRESETS
 from hf_actcompress.errors import UnknownOptionError
-from hf_actcompress.graphs import compiled
+from hf_actcompress.graphs import compiled, segments
 from hf_actcompress.private_apis.graphs import tracing_for_compiler
 from tests.families import BY_NAME, FAMILIES, oracle_step, relative_error, step
 from tests.layers.plans import DTYPES, PLANS, assert_compiled, assert_same, assert_stock_bits, by_plans, plans_of
@@ -276,3 +277,13 @@ def test_inductor_draws_in_backward_what_it_drew(checkpointed: bool) -> None:
     slope = (slopes[0] - slopes[1]) / 2e-5
     assert abs(slope - (weight.grad * way).sum()) <= 1e-6 * weight.grad.norm() * way.norm()
     assert_compiled(ours)
+
+
+def test_items_stay_with_what_they_are_taken_from() -> None:
+    """A segment returns tensors and no tuples, so a tuple's items are in the segment that makes it."""
+    graph = Graph()
+    x = graph.placeholder("x")
+    both = graph.call_function(torch.ops.aten.var_mean.default, (x,))
+    other = graph.call_function(torch.ops.aten.relu.default, (x,))
+    items = [graph.call_function(operator.getitem, (both, i)) for i in (1, 0)]
+    assert segments._with_items([both, other, *items]) == [both, *items, other]
