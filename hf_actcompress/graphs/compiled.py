@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 
 from ..codecs import Codec
 from ..compilation.functional import functional
@@ -57,7 +57,7 @@ class Compiled:
         kept = [x for x in halves.kept if x not in halves.inputs]
         results = [*halves.outputs, *kept, *halves.sizes]
         packs = {halves.kept[x.place]: (x, codecs[x.place]) for x in plan.packed if not x.outside and x.rows is None}
-        nodes = _in_order(halves.forward, made_of(results))
+        nodes = _in_order(halves.forward.graph, made_of(results))
         read = [*halves.outputs, *(x for x in kept if x not in packs), *halves.sizes]
         self._forward = Cutter(halves.forward, nodes, read, _compiler(plan, False), packs=packs, seen=True).cut()
         self.forward, self.apart = self._code_of(self._forward, kept)
@@ -84,7 +84,7 @@ class Compiled:
         """The part of a backward in segments."""
         kept, made = self._plan.halves.kept, self._forward
         results = [x for x in part.returned if x is not None]
-        nodes = _in_order(part.graph.owning_module, part.needed, part.graph)
+        nodes = _in_order(part.graph, part.needed)
         read = {node: kept[i] for node in nodes if (i := part.places.get(node, len(kept))) < len(kept)}
         opened = {node: made.forms[x] for node, x in read.items() if x in made.forms}
         values = {node: made.values[x] for node, x in read.items() if x in made.values and node not in opened}
@@ -100,8 +100,8 @@ class Compiled:
         return Part(cut.graph, places, returned, set(cut.graph.nodes), part.zeros, raw)
 
 
-def _in_order(owner: Any, needed: set[Node], graph: Any = None) -> list[Node]:
-    return [node for node in (graph or owner.graph).nodes if node in needed]
+def _in_order(graph: Graph, needed: set[Node]) -> list[Node]:
+    return [node for node in graph.nodes if node in needed]
 
 
 def compiled(plan: LayerPlan, codecs: dict[int, Codec]) -> Compiled | str:
