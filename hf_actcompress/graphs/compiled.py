@@ -59,7 +59,7 @@ class Compiled:
         packs = {halves.kept[x.place]: (x, codecs[x.place]) for x in plan.packed if not x.outside and x.rows is None}
         nodes = _in_order(halves.forward.graph, made_of(results))
         read = [*halves.outputs, *(x for x in kept if x not in packs), *halves.sizes]
-        self._forward = Cutter(halves.forward, nodes, read, _compiler(plan, False), packs=packs, seen=True).cut()
+        self._forward = Cutter(halves.forward, nodes, read, _compiler(plan, False), packs=packs, backward=False).cut()
         self.forward, self.apart = self._code_of(self._forward, kept)
 
     def _code_of(self, made: Segmented, kept: Sequence[Node]) -> tuple[Callable[..., Any], list[Packed]]:
@@ -90,7 +90,7 @@ class Compiled:
         values = {node: made.values[x] for node, x in read.items() if x in made.values and node not in opened}
         cut = Cutter(
             self._plan.halves.backward, nodes, results, _compiler(self._plan, True),
-            values=values, opened=opened, seen=False,
+            values=values, opened=opened, backward=True,
         ).cut()  # fmt: skip
         returned = [None if x is None else cut.copied[x] for x in part.returned]
         cut.graph.output(tuple(returned))

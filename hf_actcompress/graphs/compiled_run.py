@@ -47,35 +47,36 @@ def tensors_of(kept: Any) -> list[Tensor]:
 
 
 class Segment:
-    """A part of a graph, in a compiler's code. It takes a list, which it empties, and returns a list.
+    """A part of a graph, in a compiler's code. It takes a list, which it empties, and returns the results.
 
     Args:
         code: The compiler's code.
-        seen: Whether others see what it returns, as a layer's outputs are seen.
+        backward: Whether it is a part of a backward.
     """
 
-    def __init__(self, code: Boxed, seen: bool) -> None:
-        self._code = code
+    def __init__(self, code: Boxed, backward: bool) -> None:
+        self._code, self._backward = code, backward
         # a graph names its nodes by it
         self.__name__ = "segment"
         # results that share memory with an input, or with an earlier result; None before the first run
-        self._shared: list[tuple[int, int]] | None = None if seen else []
+        self._shared: list[tuple[int, int]] | None = None
 
     def __call__(self, given: list[Any]) -> Sequence[Any]:
         if self._shared == []:
             return self._code(given)
         inputs = list(given)
         if self._shared is not None:
-            of = {j: inputs[-1 - j] for _, j in self._shared if j < 0}
-            inputs.clear()
+            # the others are freed after their last readers
+            needed = {-1 - j for _, j in self._shared if j < 0 and not self._backward}
+            inputs = [x if i in needed else None for i, x in enumerate(inputs)]
         found = list(self._code(given))
         if self._shared is None:
             self._shared = list(_sharing(found, inputs))
-            of = {j: inputs[-1 - j] for _, j in self._shared if j < 0}
         for i, j in self._shared:
-            # as a view, which has the version counter of what it shows
-            y, owner = found[i], found[j] if j >= 0 else of[j]
-            found[i] = owner.as_strided(y.shape, y.stride(), y.storage_offset())
+            y, owner = found[i], found[j] if j >= 0 else inputs[-1 - j]
+            # a gradient has memory of its own, because autograd keeps it and adds to it in place; an output is a view,
+            # which has the version counter of what it shows
+            found[i] = y.clone() if self._backward else owner.as_strided(y.shape, y.stride(), y.storage_offset())
         return found
 
 

@@ -112,7 +112,7 @@ def _sized(normal: bool) -> Callable[..., Tensor]:
     return made
 
 
-# ops that draw -> the same numbers' distribution, made of a seed
+# by op that draws: what draws from the same distribution, of a seed
 _OF_SEEDS: dict[Any, Callable[..., Any]] = {
     aten.native_dropout.default: _native_dropout,
     aten.bernoulli.p: _bernoulli,

@@ -50,7 +50,7 @@ class Cutter:
         values: By placeholder: its value, without data, if it lies in memory in another way than the graph says.
         packs: What is packed where it is made, and its codec.
         opened: By placeholder: how it was packed; segments unpack it themselves.
-        seen: Whether others see what segments return.
+        backward: Whether it is the graph of a backward.
     """
 
     def __init__(
@@ -63,9 +63,9 @@ class Cutter:
         values: dict[Node, Any] | None = None,
         packs: dict[Node, tuple[Packed, Codec]] | None = None,
         opened: dict[Node, PackedInGraph] | None = None,
-        seen: bool,
+        backward: bool,
     ) -> None:
-        self._owner, self._nodes, self._compile, self._seen = owner, nodes, compile, seen
+        self._owner, self._nodes, self._compile, self._backward = owner, nodes, compile, backward
         self._packs, self._opened = packs or {}, opened or {}
         self._results, self._needed = set(results), set(nodes)
         self._made = Segmented(values=dict(values or {}))
@@ -132,7 +132,7 @@ class Cutter:
 
         arguments = [y for x in given for y in self._arguments(x)]
         code, values = self._compile(call, [y for one in tensors for y in one])
-        made = self._made.graph.call_function(Segment(code, self._seen), tuple(arguments))
+        made = self._made.graph.call_function(Segment(code, self._backward), tuple(arguments))
         made.meta["val"] = tuple(values)
         items = iter(self._items(made, values))
         for node in results:

@@ -25,6 +25,7 @@ from hf_actcompress import CompressionConfig, PatchReport, estimate, patch_model
 from hf_actcompress.config import PRESETS
 from hf_actcompress.errors import UnknownOptionError
 from hf_actcompress.graphs import compiled, segments
+from hf_actcompress.modules.base import settings_of
 from hf_actcompress.private_apis.graphs import tracing_for_compiler
 from tests.families import BY_NAME, FAMILIES, oracle_step, relative_error, step
 from tests.layers.plans import DTYPES, PLANS, assert_compiled, assert_same, assert_stock_bits, by_plans, plans_of
@@ -173,6 +174,27 @@ def test_writes_on_an_output_are_seen(compile: bool, compiler: Compiler) -> None
         y.sum().backward()
 
 
+class Biases(nn.Module):
+    """A block whose last two biases have the same gradient, in two shapes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.bias = nn.Linear(8, 8), nn.Parameter(torch.zeros(1, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) + self.bias
+
+
+def test_gradients_share_no_memory(compiler: Compiler) -> None:
+    """Autograd keeps a gradient as `grad` without a copy, and adds to it in place later."""
+    blocks = patch_model(nn.ModuleList([Biases(), Biases()]), COMPILED)
+    for _ in range(2):
+        blocks[0](torch.ones(4, 8)).sum().backward()
+    assert_compiled(blocks[:1])
+    assert torch.equal(blocks[0].linear.bias.grad, torch.full((8,), 8.0))
+    assert torch.equal(blocks[0].bias.grad, torch.full((1, 8), 8.0))
+
+
 def test_left_out_rows(compiler: Compiler) -> None:
     """Rows of padding are not kept; what packs them runs behind the compiled forward."""
     config = CompressionConfig(loss_head=False, drop_padding=True)
@@ -222,7 +244,8 @@ def _refuse(*args: Any) -> None:
 
 def test_config() -> None:
     model = patch_model(BY_NAME["llama"].build(), compile=True)
-    assert patch_model(model).config is not None  # a call with another config patches again
+    assert settings_of(model.model.layers[0]).compile
+    assert not settings_of(patch_model(model).model.layers[0]).compile
     with pytest.raises(UnknownOptionError, match="with compile, plans"):
         CompressionConfig(plans=False, compile=True)
 
@@ -277,6 +300,40 @@ def test_inductor_draws_in_backward_what_it_drew(checkpointed: bool) -> None:
     slope = (slopes[0] - slopes[1]) / 2e-5
     assert abs(slope - (weight.grad * way).sum()) <= 1e-6 * weight.grad.norm() * way.norm()
     assert_compiled(ours)
+
+
+class Noise(nn.Module):
+    """A block that multiplies a weight of ones by what it draws."""
+
+    def __init__(self, draw: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.linear, self.weight, self.draw = nn.Linear(8, 8), nn.Parameter(torch.ones(64, 64)), draw
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * self.draw(self.weight.detach()) + 0 * self.linear(x).sum()
+
+
+DRAWS: dict[str, tuple[Callable[[Tensor], Tensor], float, float]] = {
+    "rand_like": (torch.rand_like, 0.5, 12**-0.5),
+    "randn_like": (torch.randn_like, 0.0, 1.0),
+    "rand": (lambda x: torch.rand(64, 64), 0.5, 12**-0.5),
+    "randn": (lambda x: torch.randn(64, 64), 0.0, 1.0),
+    "bernoulli": (lambda x: x.bernoulli(0.3), 0.3, 0.21**0.5),
+}
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_inductor_draws_from_the_same_distribution(name: str) -> None:
+    """The gradient is what was drawn. Mean and deviation of 4,096 numbers are within five of their own deviations."""
+    torch.manual_seed(0)
+    draw, mean, deviation = DRAWS[name]
+    blocks = patch_model(nn.ModuleList([Noise(draw), Noise(draw)]), COMPILED)
+    y = blocks[0](torch.ones(4, 8))
+    y.sum().backward()
+    assert_compiled(blocks[:1])
+    assert torch.equal(blocks[0].weight.grad, y)
+    assert abs(float(y.mean()) - mean) < 5 * deviation / 64
+    assert abs(float(y.std()) - deviation) < 5 * deviation / 64
 
 
 def test_items_stay_with_what_they_are_taken_from() -> None:
