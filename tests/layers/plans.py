@@ -15,6 +15,7 @@ from hf_actcompress.config import PRESETS
 from hf_actcompress.layers import LayerSettings, PlannedLayer
 from hf_actcompress.modules.base import settings_of
 from tests.families import BY_NAME, Batch, step
+from tests.oracle import kept_bytes as kept_by
 
 # the head is stock's, so that every gradient can have stock's bits
 PLANS = CompressionConfig(loss_head=False)
@@ -73,6 +74,11 @@ def assert_compiled(model: Any) -> None:
     for plans in plans_of(model):
         assert plans.why_not_compiled() == []
         assert [known for known in plans.known() if known.plan.compiled]
+
+
+def kept_bytes(model: Any, batch: dict[str, Any]) -> int:
+    """What a step keeps until backward, by allocator events."""
+    return kept_by(lambda: model(**batch).loss)
 
 
 def assert_stock_bits(model: Any, batch: Batch, mode: str = "fp32", config: CompressionConfig = PLANS) -> Any:
