@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +24,7 @@ from ..compilation import is_traced, traced_plan
 from ..compilation.policy import is_attention
 from ..ops.autocast import autocast_off
 from ..private_apis import FakeTensorMode
-from ..private_apis.graphs import without_logs_of_fakes
+from ..private_apis.graphs import any_sizes, without_logs_of_fakes
 from ..reference.other_generators import OtherGenerators
 from .draws import DROPOUTS
 from .redraw import split_draws
@@ -112,7 +113,8 @@ def trace(
     joint, generators = _Joint(call, [x.requires_grad for x in inputs]), OtherGenerators()
     try:
         # the call itself says under which autocast it runs; its backward runs without
-        with mode, traced_plan(), autocast_off(inputs[-1].device.type), traceback.preserve_node_meta():
+        sizes = any_sizes() if dynamic else nullcontext()
+        with mode, traced_plan(), autocast_off(inputs[-1].device.type), traceback.preserve_node_meta(), sizes:
             joint.shapes(fake)
             module = make_fx(joint, _allow_non_fake_inputs=True)(fake, joint.tangents)
             if any(map(is_written, module.graph.nodes)):

@@ -61,15 +61,20 @@ def without_logs_of_fakes(wanted: Callable[[], bool]) -> None:
     log.addFilter(lambda record: wanted())
 
 
+def any_sizes() -> AbstractContextManager[Any]:
+    """Inside, ops made of others ask for no size as a number, as torch 2.11's products in C++ do."""
+    from torch._dispatch.python import enable_python_dispatcher
+
+    return enable_python_dispatcher()  # type: ignore[no-any-return, no-untyped-call]
+
+
 @contextmanager
 def tracing_for_compiler() -> Iterator[None]:
     """Inside, `torch.compiler.is_compiling()` holds and sizes may be any: for code that a backend traces itself."""
-    from torch._dispatch.python import enable_python_dispatcher
-
     before = torch.compiler._is_compiling_flag
     torch.compiler._is_compiling_flag = True
     try:
-        with enable_python_dispatcher():
+        with any_sizes():
             yield
     finally:
         torch.compiler._is_compiling_flag = before
