@@ -274,7 +274,9 @@ def _launcher(name: str, row: str | None, device: torch.device) -> Callable[...,
 
 def _kernel(name: str) -> Callable[..., Any]:
     if name not in _kernels:
-        _kernels[name] = getattr(_module(name), name)
+        from .kernels.recorded import recorded
+
+        _kernels[name] = recorded(getattr(_module(name), name))
     return _kernels[name]
 
 

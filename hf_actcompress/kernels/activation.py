@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ..reference.activation import LAPLACE, SELU
-from .common import POINTWISE_LAUNCH, POINTWISE_TILE, cast, divide, exp, expm1, log1p, on, sigmoid, tanh, traced
+from .common import POINTWISE_LAUNCH, POINTWISE_TILE, cast, cdiv, divide, exp, expm1, log1p, on, sigmoid, tanh, traced
 from .launch import CachedLaunches
 
 
@@ -199,7 +199,7 @@ def _activation(x: Tensor, dy: Tensor | None, want: str, kind: str, options: lis
     x, dy = x.contiguous(), x if dy is None else dy.contiguous()
     low, high = constants(kind, options)
     with on(x):
-        _activation_kernel[(triton.cdiv(x.numel(), POINTWISE_TILE),)](
+        _activation_kernel[(cdiv(x.numel(), POINTWISE_TILE),)](
             x, dy, out, x.numel(), WANT=want, KIND=kind, A=low, B=high, FAST=is_fast(out), **POINTWISE_LAUNCH,
         )  # fmt: skip
     return out

@@ -24,7 +24,7 @@ from torch import Tensor
 from triton.language.extra import libdevice
 
 from .activation import STOCKS, inputs
-from .common import DTYPES, INTERPRETED, POINTWISE_TILE, POINTWISE_WARPS, cast, divide, exp, on, sigmoid, widened
+from .common import DTYPES, INTERPRETED, POINTWISE_TILE, POINTWISE_WARPS, cast, cdiv, divide, exp, on, sigmoid, widened
 from .launch import CachedLaunches
 from .probe import BROKEN, NARROW, differing, every, identity, paired
 
@@ -126,7 +126,7 @@ def launch(matrices: list[Tensor], form: Form, h: Tensor, tile: int = POINTWISE_
     """Write h: act(gate) for [gate], act(gate) * up for [gate, up]. Each is [rows, width] with any row stride."""
     gate, up = matrices[0], matrices[-1]
     rows, width = gate.shape
-    tiles = triton.cdiv(width, tile)
+    tiles = cdiv(width, tile)
     with on(gate):
         _fwd_kernel[(rows * tiles,)](
             gate, up, h, gate.stride(0), up.stride(0), width, tiles,

@@ -25,12 +25,12 @@ def with_fallback(
     broken = False
 
     @functools.wraps(kernel)
-    def launch(*args: Any) -> Any:
+    def launch(*args: Any, **words: Any) -> Any:
         nonlocal broken
         if broken:
-            return stock(*args)
+            return stock(*args, **words)
         try:
-            return kernel(*args)
+            return kernel(*args, **words)
         except Exception as error:
             # torch has an error of its own for it, and the driver another one when it loads a kernel
             used_up = isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error)
@@ -38,7 +38,7 @@ def with_fallback(
                 raise
             reason = f"{type(error).__name__}: {error}"
         # outside of the handler, so that the error no longer holds what the launcher has allocated
-        result = stock(*args)
+        result = stock(*args, **words)
         with _falling:
             first, broken = not broken, True
         if first:

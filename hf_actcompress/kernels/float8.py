@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..reference.groups import group_count, rows_features
-from .common import STRICT, cast, on, traced
+from .common import STRICT, cast, cdiv, on, traced
 from .groups import (
     SMALLEST_SCALE,
     bf16_above,
@@ -137,7 +137,7 @@ def float8_pack(x: Tensor, dtype: torch.dtype, group_size: int) -> tuple[Tensor,
     group = min(group_size, features)
     rows, tile = rows_of(x if x.dim() else x.view(1)), group_tile(group, features)
     with on(x):
-        _pack_kernel[(triton.cdiv(scale.numel(), tile.groups),)](
+        _pack_kernel[(cdiv(scale.numel(), tile.groups),)](
             rows.x, codes.view(torch.uint8), scale, scale.numel(), scale.size(1), features, group,
             *rows.sizes, *rows.strides,
             LARGEST=torch.finfo(dtype).max, E4M3=dtype == torch.float8_e4m3fn, HARDWARE=nvidia_generation() >= 89,
@@ -161,7 +161,7 @@ def float8_unpack(codes: Tensor, scale: Tensor, dtype: torch.dtype, group_size: 
     group = min(group_size, features)
     tile = group_tile(group, features)
     with on(out):
-        _unpack_kernel[(triton.cdiv(scale.numel(), tile.groups), triton.cdiv(group, tile.columns))](
+        _unpack_kernel[(cdiv(scale.numel(), tile.groups), cdiv(group, tile.columns))](
             codes.contiguous().view(torch.uint8), scale.contiguous(), out,
             scale.numel(), scale.size(1), features, group,
             E4M3=codes.dtype == torch.float8_e4m3fn, HARDWARE=nvidia_generation() >= 89, DENSE=features % group == 0,

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .activation import OPTIONS, STOCKS, constants, derivative, inputs, is_fast, value
-from .common import DTYPES, POINTWISE_LAUNCH, POINTWISE_TILE, cast, on, pointwise_layout, traced
+from .common import DTYPES, POINTWISE_LAUNCH, POINTWISE_TILE, cast, cdiv, on, pointwise_layout, traced
 from .launch import CachedLaunches
 
 
@@ -72,7 +72,7 @@ def _gated_product(gate: Tensor, up: Tensor, kind: str, options: list[float], dt
     activated = _activated_dtype(gate, up, dtype)
     (gate, up), rows, width = pointwise_layout(gate, up)
     low, high = constants(kind, options)
-    tiles = triton.cdiv(width, POINTWISE_TILE)
+    tiles = cdiv(width, POINTWISE_TILE)
     with on(gate):
         _product_kernel[(rows * tiles,)](
             gate, up, h, gate.stride(0), up.stride(0), width, tiles,
@@ -113,7 +113,7 @@ def _launch_bwd(
     fast = is_fast(dgate, dup) if h is None else is_fast(h, dgate, dup)
     (dh, gate, up), rows, width = pointwise_layout(dh, gate, up)
     low, high = constants(kind, options)
-    tiles = triton.cdiv(width, POINTWISE_TILE)
+    tiles = cdiv(width, POINTWISE_TILE)
     with on(gate):
         _bwd_kernel[(rows * tiles,)](
             dh, gate, up, gate if h is None else h, dgate, dup,

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..reference.bits import row_bytes
 from ..reference.groups import group_count
-from .common import INTERPRETED, STRICT, as_rows, cast, on, traced
+from .common import INTERPRETED, STRICT, as_rows, cast, cdiv, next_power_of_2, on, traced
 from .float8 import decode
 from .groups import split_bits, within_range
 from .launch import CachedLaunches
@@ -64,7 +64,7 @@ def tile_for(dy: Tensor, width: int, short: bool = False) -> Tile:
         tile = tile._replace(tokens=tile.tokens // 2)
     elif short:
         tile = tile._replace(features=tile.features // 2)
-    features = min(tile.features, max(triton.next_power_of_2(width), 16))
+    features = min(tile.features, max(next_power_of_2(width), 16))
     warps = max(tile.warps * features // tile.features, 4)
     return tile._replace(features=features, warps=warps)
 
@@ -72,8 +72,8 @@ def tile_for(dy: Tensor, width: int, short: bool = False) -> Tile:
 def launch_of(dy: Tensor, features: int, tokens: int, tile: Tile, width: int | None = None) -> Launch:
     """Plan a product of dy [R, O] and `tokens` rows of `features`; no tile crosses a piece of `width` features."""
     width = width or features
-    across = triton.cdiv(features, width) * triton.cdiv(width, tile.features)
-    tiles = triton.cdiv(dy.size(1), tile.outputs) * across
+    across = cdiv(features, width) * cdiv(width, tile.features)
+    tiles = cdiv(dy.size(1), tile.outputs) * across
     processors = _PROCESSORS_ELSEWHERE
     if dy.is_cuda:
         processors = torch.cuda.get_device_properties(dy.device).multi_processor_count

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .common import INTERPRETED
+from .common import INTERPRETED, next_power_of_2
 
 # a group that is wider than this is processed in pieces
 _WIDEST_TILE = 16384
@@ -35,7 +35,7 @@ def group_tile(group_size: int, features: int, most: int = 128) -> GroupTile:
         features: Features of a row.
         most: The most groups of a tile if groups are small or odd.
     """
-    columns = max(triton.next_power_of_2(group_size), 8)
+    columns = max(next_power_of_2(group_size), 8)
     if columns > _WIDEST_TILE:
         return GroupTile(1, _PIECE, 4, False)
     # small, odd and shorter last groups take registers for their addresses

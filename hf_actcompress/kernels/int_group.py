@@ -20,7 +20,7 @@ from torch import Tensor
 from ..reference.bits import pack_rows, row_bytes, unpack_rows
 from ..reference.groups import group_count, rows_features
 from ..reference.rng import kernel_seed
-from .common import STRICT, cast, on, traced
+from .common import STRICT, cast, cdiv, on, traced
 from .groups import (
     SMALLEST_SCALE,
     as_code,
@@ -188,9 +188,9 @@ def _int_group_pack(
     # a thread holds ranges and scales of several groups; with 128 groups it spills on compute capability 8.0
     rows, tile = rows_of(x if x.dim() else x.view(1)), group_tile(group, features, most=64)
     with on(x):
-        _pack_kernel[(triton.cdiv(scale.numel(), tile.groups),)](
+        _pack_kernel[(cdiv(scale.numel(), tile.groups),)](
             rows.x, x if channels is None else channels, x if seed is None else seed, target, scale, zero,
-            scale.numel(), scale.size(1), features, group, target.size(1), triton.cdiv(group * width, 8),
+            scale.numel(), scale.size(1), features, group, target.size(1), cdiv(group * width, 8),
             *rows.sizes, *rows.strides,
             BITS=width, LEVELS=2.0**bits - 1, STOCHASTIC=seed is not None,
             SKIPPED=0 if channels is None else channels.numel(),
@@ -230,9 +230,9 @@ def int_group_unpack(
         packed = unpack_rows(packed, bits)
     tile = group_tile(group, features)
     with on(out):
-        _unpack_kernel[(triton.cdiv(scale.numel(), tile.groups), triton.cdiv(group, tile.columns))](
+        _unpack_kernel[(cdiv(scale.numel(), tile.groups), cdiv(group, tile.columns))](
             packed, scale, zero, out,
-            scale.numel(), scale.size(1), features, group, packed.size(1), triton.cdiv(group * width, 8),
+            scale.numel(), scale.size(1), features, group, packed.size(1), cdiv(group * width, 8),
             BITS=width, DENSE=_is_dense(features, group, width, packed), INDEX=index_dtype(scale.numel()),
             WORK=tl.float64 if dtype == torch.float64 else tl.float32,
             G=tile.groups, C=tile.columns, num_warps=tile.warps, **STRICT,

@@ -12,7 +12,20 @@ import triton.language as tl
 from torch import Tensor
 
 from ..reference import layer_norm as reference
-from .common import STRICT, WIDE_TILE, WIDEST_ROW, WIDEST_SUMS, cast, divide, on, programs, row_tile, traced, widened
+from .common import (
+    STRICT,
+    WIDE_TILE,
+    WIDEST_ROW,
+    WIDEST_SUMS,
+    cast,
+    cdiv,
+    divide,
+    on,
+    programs,
+    row_tile,
+    traced,
+    widened,
+)
 from .launch import CachedLaunches
 
 _Shape = tuple[int, ...]
@@ -219,7 +232,7 @@ def norm_bwd(
     widest = WIDEST_SUMS // 2 if centred else WIDEST_SUMS
     if widest < C:
         kernel, R, C, warps = _wide_norm_bwd_kernel, *WIDE_TILE
-    count = programs(kept, triton.cdiv(rows, R), warps)
+    count = programs(kept, cdiv(rows, R), warps)
     partial = [kept.new_empty((count, width) if wanted else 0, dtype=torch.float32) for wanted in want[1:]]
     affine = [kept if x is None else x.contiguous() for x in (weight, bias)]
     with on(kept):

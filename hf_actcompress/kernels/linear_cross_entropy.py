@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..reference.linear_cross_entropy import by_rows_fwd, chunked_bwd
 from ..reference.logits_chunks import Pointwise
-from .common import STRICT, as_rows, cast, exp, on, traced
+from .common import STRICT, as_rows, cast, cdiv, exp, next_power_of_2, on, traced
 from .launch import CachedLaunches
 
 _WIDEST_TILE = 4096
@@ -74,9 +74,9 @@ def _softmax_grad_into(
         return
     y = as_rows(y)
     columns = y.size(1)
-    C = min(triton.next_power_of_2(columns), _WIDEST_TILE)
+    C = min(next_power_of_2(columns), _WIDEST_TILE)
     with on(y):
-        _grad_kernel[(y.size(0), triton.cdiv(columns, C))](
+        _grad_kernel[(y.size(0), cdiv(columns, C))](
             y, dy, target, maximum, log_sum, scale, start, columns, y.stride(0), C=C, num_warps=_warps(C), **STRICT
         )
 
@@ -101,7 +101,7 @@ def _row_statistics(x: Tensor) -> list[Tensor]:
         return [maximum.fill_(-torch.inf), log_sum.fill_(-torch.inf)]
     x = as_rows(x)
     columns = x.size(1)
-    C = min(triton.next_power_of_2(columns), _WIDEST_TILE)
+    C = min(next_power_of_2(columns), _WIDEST_TILE)
     with on(x):
         _row_statistics_kernel[(x.size(0),)](
             x, maximum, log_sum, columns, x.stride(0), C=C, num_warps=_warps(C), **STRICT

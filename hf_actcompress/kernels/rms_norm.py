@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..reference import rms_norm as reference
-from .common import (
+from .common import (  # fmt: skip
     DTYPES,
     POINTWISE_LAUNCH,
     POINTWISE_TILE,
@@ -27,11 +27,12 @@ from .common import (
     WARPS_PER_PROCESSOR,
     WIDEST_ROW,
     cast,
+    cdiv,
     on,
     programs,
     row_tile,
     traced,
-)  # fmt: skip
+)
 from .launch import CachedLaunches
 from .layer_norm import norm_bwd, present
 
@@ -151,7 +152,7 @@ def _rms_norm_square(x: Tensor) -> Tensor:
     square = x.new_empty(x.shape, dtype=torch.float32)
     if x.numel():
         with on(x):
-            _square_kernel[(triton.cdiv(x.numel(), POINTWISE_TILE),)](x, square, x.numel(), **POINTWISE_LAUNCH)
+            _square_kernel[(cdiv(x.numel(), POINTWISE_TILE),)](x, square, x.numel(), **POINTWISE_LAUNCH)
     return square
 
 
@@ -162,7 +163,7 @@ def _reduction_block(rows: int, width: int) -> tuple[int, int]:
     height = min(down, 512 // min(across, 32))
     lanes = min(across, 512 // height)
     # all warps share a long row; otherwise each warp has its own row
-    return lanes, height if triton.cdiv(width, lanes) >= min(16 * height, 256) else 1
+    return lanes, height if cdiv(width, lanes) >= min(16 * height, 256) else 1
 
 
 def _repeats_torch(x: Tensor) -> bool:
@@ -210,7 +211,7 @@ def _rms_norm_fwd(x: Tensor, weight: Tensor | None, eps: float, formula: str) ->
     # counted as if each program had more warps, so that the rows in progress fit into the caches
     share = WARPS_PER_PROCESSOR * R * width * x.element_size() // _CACHED_BYTES
     with on(x):
-        _fwd_kernel[(programs(x, triton.cdiv(rows, R), max(share, 1)),)](
+        _fwd_kernel[(programs(x, cdiv(rows, R), max(share, 1)),)](
             x, x if weight is None else weight.contiguous(), y, rstd, rows, width,
             # torch's factor, computed in fp32
             c_float(rows).value / c_float(rows * width).value, eps,
@@ -246,7 +247,7 @@ def _rms_norm_rebuild(x: Tensor, rstd: Tensor, weight: Tensor | None, formula: s
     x, rstd, width = x.contiguous(), rstd.contiguous(), x.size(-1)
     rows, (R, C, warps) = x.numel() // width, row_tile(width)
     with on(x):
-        _rebuild_kernel[(triton.cdiv(rows, R),)](
+        _rebuild_kernel[(cdiv(rows, R),)](
             x, rstd, x if weight is None else weight.contiguous(), y, rows, width,
             HAS_WEIGHT=weight is not None, ONE_PLUS=formula == "one_plus_weight",
             NORMED=DTYPES[_normed_dtype(x, weight, formula)], R=R, C=C, num_warps=warps, **STRICT,

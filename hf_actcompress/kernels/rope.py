@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..reference import rope as reference
-from .common import DTYPES, STRICT, cast, on, traced
+from .common import DTYPES, STRICT, cast, cdiv, next_power_of_2, on, traced
 from .launch import CachedLaunches
 
 # the widest half of a head; the reference handles wider ones
@@ -83,9 +83,9 @@ def _rope(x: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype, backward: boo
     if _heads(cos, sin) == 2:
         views = [view.transpose(1, 2) for view in views]
     (batches, heads, tokens), half = views[0].shape[:3], x.size(-1) // 2
-    C = triton.next_power_of_2(half)
-    R = min(triton.next_power_of_2(heads), max(_TILE // C, 1))
-    tiles = triton.cdiv(heads, R)
+    C = next_power_of_2(half)
+    R = min(next_power_of_2(heads), max(_TILE // C, 1))
+    tiles = cdiv(heads, R)
     strides = [stride for view in views[:2] for stride in view.stride()]
     strides += [view.stride(i) for view in views[2:] for i in (0, 2, 3)]
     with on(x):

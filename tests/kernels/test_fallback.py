@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Iterator
 from typing import Any
@@ -35,11 +36,11 @@ class _Failing:
     def __init__(self, kernel: Any) -> None:
         self.kernel, self.error, self.calls = kernel, None, 0
 
-    def __call__(self, *args: Any) -> Any:
+    def __call__(self, *args: Any, **words: Any) -> Any:
         self.calls += 1
         if self.error is not None:
             raise self.error
-        return self.kernel(*args)
+        return self.kernel(*args, **words)
 
 
 @pytest.fixture
@@ -131,3 +132,13 @@ def test_a_lost_device_is_one_that_raises_when_waited_for(monkeypatch: pytest.Mo
     assert fallback._is_lost(cuda) and not fallback._is_lost(CPU)
     capturing = True
     assert not fallback._is_lost(cuda)
+
+
+@interpreted
+def test_keywords_reach_the_kernel_and_the_reference(failing: _Failing) -> None:
+    """As `activation_derivative` gives its function and its kind."""
+    args = next(samples(NAME, torch.float32, 3, 8))
+    words = dict(zip(inspect.signature(FUNCTIONS[NAME]).parameters, args, strict=False))
+    for error in (None, RuntimeError("lost")):
+        failing.error = error
+        assert_equal_bits(present(found()(*args[:1], **dict([*words.items()][1:]))), present(found()(*args)))

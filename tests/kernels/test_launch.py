@@ -15,7 +15,7 @@ from triton.compiler import make_backend  # noqa: E402
 from triton.runtime.jit import native_specialize_impl  # noqa: E402
 
 from hf_actcompress.kernels import launch  # noqa: E402
-from hf_actcompress.kernels.launch import CachedLaunches, kind_of  # noqa: E402
+from hf_actcompress.kernels.launch import CachedLaunches, kinds, sizes_and_values  # noqa: E402
 
 ALIGNED = torch.zeros(32)
 ARGUMENTS = [
@@ -23,6 +23,10 @@ ARGUMENTS = [
     *(ALIGNED.long(), ALIGNED.bool(), ALIGNED.to(torch.float8_e4m3fn)),
     *(0, 1, 2, 15, 16, 48, -1, -16, 2**31 - 1, 2**31, 2**31 + 16, 2**40, 2**40 + 1, 0.5, 16.0, True, False),
 ]
+
+
+def kind_of(x: Any) -> Any:
+    return kinds(sizes_and_values((x,))[0])
 
 
 def triton_kind(x: Any) -> Any:
@@ -37,11 +41,37 @@ def test_what_triton_compiles_apart_is_kept_apart() -> None:
 
 
 class _Compiled:
+    """Compiled code that notes how it is launched: past Triton's own code, or through it."""
+
+    function, packed_metadata = "function", "metadata"
+
     def __init__(self, number: int) -> None:
-        self.number, self.launches = number, []
+        self.number, self.launches, self.by_triton = number, [], []
+
+    def run(self, x: int, y: int, z: int, stream: int, function: str, metadata: str, *args: Any) -> None:
+        assert (stream, function, metadata, args[:3]) == ("stream of 0", "function", "metadata", (None, None, None))
+        self.launches.append(((x, y, z), args[3:]))
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        return lambda *args: self.launches.append((grid, args))
+        return lambda *args: self.by_triton.append((grid, args))
+
+
+class _Driver:
+    """Triton's driver for a machine with a GPU."""
+
+    active: Any
+
+    def get_current_stream(self, device: int) -> str:
+        return f"stream of {device}"
+
+
+_Driver.active = _Driver()
+
+
+class _OnDevice(torch.Tensor):
+    """A tensor that says that it is on a GPU."""
+
+    device = torch.device("cuda:0")  # type: ignore[assignment]
 
 
 class _Jit:
@@ -63,16 +93,31 @@ class _Jit:
 @pytest.fixture
 def kernel(monkeypatch: pytest.MonkeyPatch) -> CachedLaunches:
     monkeypatch.setattr(launch, "CompiledKernel", _Compiled)
+    monkeypatch.setattr(launch, "driver", _Driver)
     return CachedLaunches(_Jit())
 
 
 def test_a_second_launch_searches_nothing(kernel: CachedLaunches) -> None:
-    """The grid has three numbers, and constants are in the kernel's order, whatever the order of the call."""
+    """The grid has three numbers, and constants are in the kernel's order, whatever the order of the call. A tensor is
+    given as its address."""
+    x = ALIGNED.as_subclass(_OnDevice)
     for n in (32, 64):
-        kernel[(n,)](ALIGNED, n, B=7, num_warps=4, A=3)
+        kernel[(n,)](x, n, B=7, num_warps=4, A=3)
     (code,) = kernel.jit.found
-    ((grid, (x, *numbers)),) = code.launches
-    assert grid == (64, 1, 1) and x is ALIGNED and numbers == [64, 3, 7]
+    assert code.launches == [((64, 1, 1), (ALIGNED.data_ptr(), 64, 3, 7))] and not code.by_triton
+
+
+@pytest.mark.parametrize("why", ["a profiler", "no NVIDIA GPU"])
+def test_launches_that_triton_makes_itself(why: str, kernel: CachedLaunches, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's profiler sees tensors, and launchers of other makers take no addresses."""
+    x = ALIGNED if why == "no NVIDIA GPU" else ALIGNED.as_subclass(_OnDevice)
+    if why == "a profiler":
+        monkeypatch.setattr(launch.knobs.runtime.launch_enter_hook, "calls", [print])
+    for _ in range(2):
+        kernel[(5,)](x, 32, A=3, B=7)
+    (code,) = kernel.jit.found
+    ((grid, (given, *numbers)),) = code.by_triton
+    assert grid == (5, 1, 1) and given is x and numbers == [32, 3, 7] and not code.launches
 
 
 @pytest.mark.parametrize(
@@ -91,7 +136,7 @@ def test_other_arguments_are_searched(kernel: CachedLaunches, x: torch.Tensor, n
     first = {"A": 3, "B": 7, "num_warps": 4}
     kernel[(1,)](ALIGNED, 32, **first)
     kernel[(1,)](x, n, **{**first, **options})
-    assert len(kernel.jit.found) == 2 and not any(code.launches for code in kernel.jit.found)
+    assert len(kernel.jit.found) == 2 and not any(code.launches or code.by_triton for code in kernel.jit.found)
 
 
 def test_launches_that_are_counted_go_through_triton(kernel: CachedLaunches, monkeypatch: pytest.MonkeyPatch) -> None:

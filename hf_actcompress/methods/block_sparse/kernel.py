@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...kernels.common import as_rows, on, traced
+from ...kernels.common import as_rows, cdiv, on, traced
 from ...kernels.grad_weight import (
     add_product,
     added,
@@ -86,7 +86,7 @@ def block_sparse_grad_weight(dy: Tensor, values: Tensor, index: Tensor, features
     (tiles, br, bc), outputs = values.shape, dy.size(1)
     if dy.numel() == 0 or features == 0 or tiles == 0:
         return dy.new_zeros(outputs, features)
-    across = triton.cdiv(features, bc)
+    across = cdiv(features, bc)
     order, at = None, torch.arange(across + 1, dtype=torch.int32, device=dy.device)
     if quota == "column":
         # every column has the same number of tiles
@@ -109,8 +109,8 @@ def _samples(device: torch.device, dtype: torch.dtype, rows: int, width: int) ->
             # the reference divides the tiles among the rows of tiles
             continue
         x = torch.randn(rows, width, device=device).to(dtype)
-        down, across = triton.cdiv(rows, br), triton.cdiv(width, bc)
-        k = triton.cdiv({"column": down, "row": across, "global": down * across}[quota], 2)
+        down, across = cdiv(rows, br), cdiv(width, bc)
+        k = cdiv({"column": down, "row": across, "global": down * across}[quota], 2)
         yield dy, *block_sparse_pack(x, (br, bc), k, quota), width, quota
 
 

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ...kernels.activation import OPTIONS, constants, derivative, is_fast
-from ...kernels.common import POINTWISE_LAUNCH, POINTWISE_TILE, cast, on, traced
+from ...kernels.common import POINTWISE_LAUNCH, POINTWISE_TILE, cast, cdiv, on, traced
 from ...kernels.groups import as_code, join_bits, nearest_integer, split_bits
 from ...kernels.launch import CachedLaunches
 from ...reference.bits import packed_bytes
@@ -156,7 +156,7 @@ def _fewbit_codes(x: Tensor, kind: str, options: list[float], bits: int, method:
         table = cells(kind, tuple(options), bits, method, x.device) if mode == "cells" else x
         low, high = constants(kind, options)
         with on(x):
-            _codes_kernel[(triton.cdiv(x.numel(), POINTWISE_TILE),)](
+            _codes_kernel[(cdiv(x.numel(), POINTWISE_TILE),)](
                 x.contiguous(), table, scale, codes, x.numel(), x.size(-1) if x.dim() else 1, *_field_bytes(x, stored),
                 MODE=mode, TABLE=numbers, KIND=kind, A=low, B=high,
                 KNOWN=known_slopes(kind, tuple(options)), FAST=is_fast(x), WIDE=_is_wide(x, kind), BITS=stored,
@@ -192,7 +192,7 @@ def _fewbit_bwd(
         levels = _levels(kind, tuple(options), bits, method, dy.device)
         factor = "none" if scale is None else "row" if kind in UNBOUNDED else "one"
         with on(dy):
-            _bwd_kernel[(triton.cdiv(dy.numel(), POINTWISE_TILE),)](
+            _bwd_kernel[(cdiv(dy.numel(), POINTWISE_TILE),)](
                 dy.contiguous(), codes.contiguous(), levels if scale is None else scale.contiguous(), levels, dx,
                 dy.numel(), dy.size(-1) if dy.dim() else 1, *_field_bytes(dy, stored),
                 FACTOR=factor, WIDE=_is_wide(dy, kind), BITS=stored, **POINTWISE_LAUNCH,

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import libdevice
 
-from ...kernels.common import INTERPRETED, POINTWISE_LAUNCH, POINTWISE_TILE, cast, divide, on, traced
+from ...kernels.common import INTERPRETED, POINTWISE_LAUNCH, POINTWISE_TILE, cast, cdiv, divide, on, traced
 from ...kernels.groups import join_bits, nvidia_generation
 from ...kernels.launch import CachedLaunches
 from ...reference.bits import packed_bytes
@@ -190,7 +190,7 @@ def activation_output_bits(x: Tensor, kind: str) -> Tensor:
         # rounded to x's dtype, because torch compares in that dtype
         limit = torch.tensor(INVERTED[kind].x_min, dtype=x.dtype).item()
         with on(x):
-            _bits_kernel[(triton.cdiv(x.numel(), POINTWISE_TILE),)](
+            _bits_kernel[(cdiv(x.numel(), POINTWISE_TILE),)](
                 x, bits, x.numel(), bits.numel(), LIMIT=limit, **POINTWISE_LAUNCH
             )
     return bits
@@ -208,7 +208,7 @@ def activation_output_bwd(dy: Tensor, y: Tensor, bits: Tensor, kind: str) -> Ten
         degree = _DEGREES.get(dx.dtype, 0)
         fit, left, inner, outer = _fast(kind, degree) if degree else _constants(kind)
         with on(y):
-            _bwd_kernel[(triton.cdiv(y.numel(), POINTWISE_TILE),)](
+            _bwd_kernel[(cdiv(y.numel(), POINTWISE_TILE),)](
                 dy.contiguous(), y.contiguous(), bits.contiguous(), dx, y.numel(),
                 FIT=fit, LEFT=left, INNER=inner, OUTER=outer, DEGREE=degree,
                 NVIDIA=nvidia_generation() > 0, **POINTWISE_LAUNCH,

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...kernels.common import POINTWISE_LAUNCH, POINTWISE_TILE, on, traced
+from ...kernels.common import POINTWISE_LAUNCH, POINTWISE_TILE, cdiv, on, traced
 from ...kernels.groups import split_bits
 from ...kernels.launch import CachedLaunches
 from ...reference.not_finite import nothing
@@ -77,12 +77,12 @@ def topk_unpack(values: Tensor, where: Tensor, features: int, masked: bool) -> T
     """The rows [R, D], zero where nothing was kept; all NaN if x had a NaN or inf."""
     (rows, kept), values, where = values.shape, values.contiguous(), where.contiguous()
     if rows * features == 0 or not masked:
-        out, tiles = nothing(values, rows, features), triton.cdiv(kept, POINTWISE_TILE)
+        out, tiles = nothing(values, rows, features), cdiv(kept, POINTWISE_TILE)
         if values.numel():
             with on(values):
                 _scatter_kernel[(rows * tiles,)](values, where, out, kept, features, tiles, **POINTWISE_LAUNCH)
         return out
-    out, tiles = values.new_empty(rows, features), triton.cdiv(features, POINTWISE_TILE)
+    out, tiles = values.new_empty(rows, features), cdiv(features, POINTWISE_TILE)
     count = where.new_empty(rows, tiles, dtype=torch.int32)
     grid = (rows * tiles,)
     with on(values):
