@@ -100,10 +100,11 @@ class _First:
         self._run, self._backs = run, backs
 
     def __call__(self, *args: Tensor) -> Tensor:
-        with torch.no_grad():
-            given = [x if back is None else back(x) for x, back in zip(args, self._backs, strict=True)]
-            y: Tensor = self._run(*given)[0]
-        return y
+        if torch.is_grad_enabled():
+            with torch.no_grad():
+                return self(*args)
+        given = [x if back is None else back(x) for x, back in zip(args, self._backs, strict=True)]
+        return self._run(*given)[0]  # type: ignore[no-any-return]
 
 
 def _is_recomputed(x: Node) -> bool:

@@ -42,6 +42,8 @@ _PAIRS = {
     NORMED: Pair(RSTD, rms_norm_parts, lambda first, second: first),
 }
 _RUNS = {**RUNS, **opaque.RUNS}
+# products with a transposed weight, which one function of torch computes
+_LINEAR = frozenset({aten.mm.default, aten.addmm.default})
 _WITH_NEXT = frozenset(pair.first for pair in _PAIRS.values())
 
 
@@ -58,7 +60,9 @@ class CodeWriter:
         self._loads = loads
         self._overwrites = written_over(graph, results)
         self._names: dict[Node, str] = {}
-        self._last = _last_readers(graph)
+        kept = set(results)
+        self._inside = {x for x in graph.nodes if x not in kept and _is_in_linear(x)}
+        self._last = _last_readers(graph, self._inside)
         self.known: dict[str, Any] = {}
         self.lines: list[str] = []
         self._graph = graph
@@ -101,6 +105,8 @@ class CodeWriter:
         calls = [x for x in self._graph.nodes if x.op == "call_function" and (needed is None or x in needed)]
         written = set(calls)
         for node in calls:
+            if node in self._inside:
+                continue
             if not (node.target in _WITH_NEXT and any(x in written and x.target in _PAIRS for x in node.users)):
                 self._call(node)
             # else what is made of it follows, and both are one call
@@ -117,6 +123,10 @@ class CodeWriter:
             return
         if isinstance(target, Segment):
             self._segment(node)
+            return
+        if target in _LINEAR and node.args[-1] in self._inside:
+            *bias, x, weight = node.args
+            self._linear(node, x, weight.args[0], bias)  # type: ignore[union-attr]
             return
         args = [self.text(x) for x in node.args]
         if target is drawn_from and node.args[0].target is state_before:  # type: ignore[union-attr]
@@ -135,6 +145,10 @@ class CodeWriter:
         else:
             text = f"{self.constant(direct(target))}({', '.join([*args, *words])})"
         self.lines.append(f"{self.name(node)} = {text}")
+
+    def _linear(self, node: Node, x: Any, weight: Any, bias: Sequence[Any]) -> None:
+        args = ", ".join(map(self.text, (x, weight, *bias)))
+        self.lines.append(f"{self.name(node)} = {self.constant(torch._C._nn.linear)}({args})")
 
     def _segment(self, node: Node) -> None:
         """A call that is given a list, so that it can free what nobody else reads."""
@@ -167,11 +181,28 @@ class CodeWriter:
         return run
 
 
-def _last_readers(graph: Graph) -> dict[Node, list[Node]]:
+def _is_in_linear(node: Node) -> bool:
+    """Whether a node is a transposed weight, read by products that a linear function computes with the weight."""
+    if node.target is not aten.t.default or not node.users:
+        return False
+    return all(
+        user.target in _LINEAR
+        and user.args[-1] is node
+        and user.args.count(node) == 1
+        and not user.kwargs
+        and (len(user.args) == 2 or user.args[0].meta["val"].dim() == 1)  # type: ignore[union-attr]
+        for user in node.users
+    )
+
+
+def _last_readers(graph: Graph, inside: set[Node]) -> dict[Node, list[Node]]:
+    """The nodes that are read for the last time by each node; those `inside` of their readers read nothing there."""
     last: dict[Node, Node] = {}
     for node in graph.nodes:
-        for x in node.all_input_nodes:
+        for x in () if node in inside else node.all_input_nodes:
             last[x] = node
+            if x in inside:
+                last[x.all_input_nodes[0]] = node
     found: dict[Node, list[Node]] = {}
     for x, reader in last.items():
         found.setdefault(reader, []).append(x)

@@ -12,6 +12,7 @@ from torch.fx import Graph, GraphModule, Node
 from ..compilation.policy import is_view, numel
 from ..private_apis.graphs import divided
 from .draws import DRAWN
+from .fewer_views import fewer_views
 from .fused import fuse
 from .opaque_inputs import give_again
 from .redraw import state_before
@@ -62,6 +63,8 @@ def divide(joint: Joint) -> Halves:
     for module in (forward, backward):
         tidy(module)
     fuse(backward.graph)
+    for module in (forward, backward):
+        fewer_views(module.graph)
     returned = list(_results(forward))
     # tidied, two kept nodes may be one
     now = dict(zip(names, returned[joint.outputs :], strict=True))

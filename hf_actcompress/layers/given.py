@@ -20,6 +20,14 @@ class Unknown(Exception):
     """An argument that no plan takes."""
 
 
+def first_activation(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+    """The first tensor with floating-point numbers among the arguments of a call."""
+    for x in (*args, *kwargs.values()):
+        if isinstance(x, Tensor) and x.is_floating_point():
+            return x
+    return None
+
+
 class CallArguments:
     """The arguments of one call.
 

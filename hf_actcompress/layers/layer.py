@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
-from torch import Tensor, nn
+import torch
+from torch import nn
 
 from ..graphs.checkpointed import recompute_of
 from ..graphs.codec_marks import other_codec
@@ -23,15 +25,16 @@ from ..records import checkpointed as is_checkpointed
 from . import handing, stages
 from .caches import fill_slots
 from .function import PlanFunction
-from .given import CallArguments, Unknown
+from .given import CallArguments, Unknown, first_activation
 from .handing import Heads, let_go
 from .look import Attributes, LayerLook, kind_of
-from .possible import is_plain_weight, opaque_in, why_not
+from .possible import are_plain_weights, opaque_in, why_not
 from .site import LayerSettings
 from .stages import Stages, stops_of
 from .store import ARGUMENT, Kind, Known, Store, TraceSetting, learn
 from .use import Use, use_of
 
+_of_weight = attrgetter("dtype", "requires_grad")
 # how many states of a layer (training, evaluation, adapters) are remembered
 _STATES = 8
 # after how many calls of one form without a plan no further sizes are tried
@@ -49,7 +52,7 @@ class _State:
     known: dict[Hashable, Any]
     base: Hashable
     attributes: Attributes
-    weights: list[tuple[dict[str, Any], str]]
+    weights: tuple[list[dict[str, Any]], list[str]]
     adapters: list[nn.Module]
     why_not: str = ""
     last: tuple[Any, Known | None] = (None, None)
@@ -60,12 +63,18 @@ class _State:
         found: set[int] = self.known.setdefault(("looked at", given.form), set())
         return found
 
-    def key(self, given: CallArguments, weights: list[Any], keeps: KeptInput | None, left_out: type) -> list[Any]:
+    def key(
+        self,
+        given: CallArguments,
+        weights: list[Any],
+        keeps: KeptInput | None,
+        left_out: type,
+        autocast: torch.dtype | None,
+    ) -> list[Any]:
         """What decides which plan a call runs. The sizes are in the last item."""
-        x = next(x for x in given.tensors if x.is_floating_point())
         return [
-            autocast_dtype(x), recompute_of(keeps), left_out, x.device, given.form,
-            [w.dtype for w in weights], [w.requires_grad for w in weights],
+            autocast, recompute_of(keeps), left_out, given.tensors[0].device, given.form,
+            list(map(_of_weight, weights)),
             [given.integers[i] for i in sorted(self.looked_at(given))] if given.integers else [],
             [(y.shape, y.stride(), y.dtype, y.requires_grad) for y in given.tensors],
         ]  # fmt: skip
@@ -110,12 +119,13 @@ class PlannedLayer:
 
         `keeps` is what it keeps of its input, if all else is to be recomputed in backward.
         """
-        x = next((x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.is_floating_point()), None)
+        x = first_activation(args, kwargs)
         if x is None or not recording(x):
             return None
-        # where a checkpointed region runs again, the layer is what it was in the first run
-        state = as_in_first_run(self, lambda plans: plans._state(layer))
-        if not state.look.can_run():
+        # where a checkpointed region runs again, the layer is what it was in the first run, and so are hooks and
+        # reports, which are there in a forward alone
+        state, can_run = as_in_first_run(self, lambda plans: plans._looked(layer))
+        if not can_run:
             return self._leaf_by_leaf("a module in it has hooks or a forward of its own")
         if state.why_not:
             return self._leaf_by_leaf(state.why_not)
@@ -125,10 +135,11 @@ class PlannedLayer:
             given = CallArguments(args, kwargs)
         except Unknown as reason:
             return self._leaf_by_leaf(str(reason))
-        weights = [place.get(name) for place, name in state.weights]
-        if not all(map(is_plain_weight, weights)):
+        weights = list(map(dict.get, *state.weights))
+        if not are_plain_weights(weights):
             return self._leaf_by_leaf("a weight is no plain parameter")
-        known = self._known(layer, state, given, weights, keeps, type(rows_left_out(x)))
+        autocast = autocast_dtype(x)
+        known = self._known(layer, state, given, weights, keeps, type(rows_left_out(x)), autocast)
         if isinstance(known.plan, str):
             return self._leaf_by_leaf(known.plan)
         found = self._run(layer, state, known, known.plan, given, weights, keeps)
@@ -136,7 +147,7 @@ class PlannedLayer:
             return self._leaf_by_leaf("its cache has keys and values already, or is of another kind")
         self.calls += 1
         # weights are read again in backward, if only to be cast
-        again = known.plan.makes_weights or keeps is not None or autocast_dtype(x) is not None
+        again = known.plan.makes_weights or keeps is not None or autocast is not None
         if state.adapters and (again or is_checkpointed()):
             refuse_merges(state.adapters, found[0])
         return found
@@ -156,6 +167,10 @@ class PlannedLayer:
         """Note for the report why a call goes module by module."""
         self.leaf_calls, self.why = self.leaf_calls + 1, why
         return None
+
+    def _looked(self, layer: nn.Module) -> tuple[_State, bool]:
+        state = self._state(layer)
+        return state, state.look.can_run()
 
     def _state(self, layer: nn.Module) -> _State:
         for i, state in enumerate(self._states):
@@ -178,8 +193,9 @@ class PlannedLayer:
         weights: list[Any],
         keeps: KeptInput | None,
         left_out: type,
+        autocast: torch.dtype | None,
     ) -> Known:
-        key = state.key(given, weights, keeps, left_out)
+        key = state.key(given, weights, keeps, left_out, autocast)
         last, same = state.last
         if same is not None and key == last:
             return same
@@ -187,7 +203,7 @@ class PlannedLayer:
         if known is None:
             known = self._learned(layer, state, given, key)
             # what the code has looked at is a part of the key from now on
-            key = state.key(given, weights, keeps, left_out)
+            key = state.key(given, weights, keeps, left_out, autocast)
             state.known[_frozen(key)] = known
         state.last = key, known
         return known
@@ -227,7 +243,7 @@ class PlannedLayer:
         keeps: KeptInput | None,
     ) -> tuple[Any] | None:
         way, slots, attentions = state.use(layer, known, plan, keeps, type(given.tensors[0]) is not FakeTensor)
-        if not all([slot.is_free(given.caches) for slot in slots]):
+        if slots and not all([slot.is_free(given.caches) for slot in slots]):
             return None
         inputs = [*weights, *given.tensors]
         inputs += [inputs[i] for i in plan.repeats]
@@ -264,8 +280,9 @@ def _frozen(key: Any) -> Hashable:
     return tuple(map(_frozen, key)) if isinstance(key, list) else key
 
 
-def _places(layer: nn.Module) -> list[tuple[dict[str, Any], str]]:
-    """Where the layer's parameters and buffers are, in the order of a snapshot, but for those of opaque modules."""
+def _places(layer: nn.Module) -> tuple[list[dict[str, Any]], list[str]]:
+    """Where the layer's parameters and buffers are, in the order of a snapshot, but for those of opaque modules: the
+    dictionaries that hold them, and their names there."""
     found: dict[int, tuple[dict[str, Any], str]] = {}
     opaque = set(opaque_in(layer))
     for module in (x for x in layer.modules() if x not in opaque):
@@ -273,7 +290,7 @@ def _places(layer: nn.Module) -> list[tuple[dict[str, Any], str]]:
             for name, x in held.items():
                 if x is not None:
                     found.setdefault(id(x), (held, name))
-    return list(found.values())
+    return [held for held, _ in found.values()], [name for _, name in found.values()]
 
 
 def _adapters(layer: nn.Module) -> list[nn.Module]:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ..codecs import Codec
 from ..modules.base import HOOKS, Settings, are_wanted, stock_type
-from ..private_apis import as_in_first_run, hooks_on_every_module
+from ..private_apis import hooks_on_every_module
 from ..records import current
 from ..roles import Role
 
@@ -76,17 +76,9 @@ class LayerLook:
 
     def can_run(self) -> bool:
         """Whether no hook inside wants to see a call, and no module's forward was replaced."""
-        # a report's calls are there in a forward alone, and a checkpointed region runs again in backward
-        if self._replaced or as_in_first_run(self, LayerLook._is_exchanged):
+        if self._replaced or (self._called and current.watcher is None) or hooks_on_every_module():
             return False
-        return not as_in_first_run(self._hooks, _hooked)
-
-    def _is_exchanged(self) -> bool:
-        return self._called and current.watcher is None
-
-
-def _hooked(hooks: list[dict[int, Any]]) -> bool:
-    return hooks_on_every_module() or (any(hooks) and any(map(are_wanted, hooks)))
+        return not any(self._hooks) or not any(map(are_wanted, self._hooks))
 
 
 def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ from ..roles import Role
 
 # fake tensors count as plain, or an estimate would take another path than the training
 _WEIGHTS = frozenset({nn.Parameter, Tensor, nn.Buffer, FakeTensor})
+_STRIDED, _layout = frozenset({torch.strided}), attrgetter("layout")
 # the roles whose ops have variants with another backward than stock's
 _VARIANTS = (Role.NORM, Role.ACTIVATION, Role.LINEAR, Role.CONV2D)
 # rules of others, registered through `extension`, have ops of their own
@@ -75,4 +78,9 @@ def _is_for_modules(attention: Settings) -> bool:
 
 def is_plain_weight(x: Any) -> bool:
     """Whether a weight or a buffer is a plain tensor of numbers, none of a class of its own."""
-    return x is None or (type(x) in _WEIGHTS and x.layout == torch.strided)
+    return x is None or are_plain_weights((x,))
+
+
+def are_plain_weights(weights: Sequence[Any]) -> bool:
+    """Whether all of these are such tensors. Every call of a layer asks."""
+    return _WEIGHTS.issuperset(map(type, weights)) and _STRIDED.issuperset(map(_layout, weights))

@@ -64,7 +64,7 @@ class PlannedLayerMixin(ModuleMixin):
         settings = self.actcompress
         # in the graph of a module around it, a layer is a part of that graph
         if settings is not None and not compilation.is_traced():
-            found = None if _in_tiles(self, args) and is_checkpointed() else settings.plans.run(self, args, kwargs)
+            found = None if is_checkpointed() and _in_tiles(self, args) else settings.plans.run(self, args, kwargs)
             if found is not None:
                 return found[0]
         return super().forward(*args, **kwargs)

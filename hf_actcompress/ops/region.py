@@ -93,4 +93,5 @@ def result_in_region(compute: Callable[[], _Results]) -> _Results:
 
 def region_in_progress() -> Region | None:
     """The innermost checkpointed layer that keeps results and runs now; None in a traced forward."""
-    return None if compilation.is_traced() else _region.get()
+    region = _region.get()
+    return None if region is None or compilation.is_traced() else region

@@ -88,7 +88,7 @@ def _function_calls(model: Any, name: str) -> int:
 
 
 @pytest.mark.parametrize("name", DEPTHS)
-def test_the_net_costs_a_layer_few_function_calls(name: str) -> None:
+def test_a_layer_costs_few_function_calls_and_the_net_fewer(name: str) -> None:
     slopes = []
     for net in (True, False):
         at = []
@@ -98,5 +98,6 @@ def test_the_net_costs_a_layer_few_function_calls(name: str) -> None:
             at.append(_function_calls(model, name))
             assert calls(model) == [3] * layers
         slopes.append(at[1] - at[0])
-    # a layer has some hundreds of calls in total
-    assert (slopes[0] - slopes[1]) / 2 <= (13 if name == "bert" else 5), slopes
+    # without a net an op asks nothing but whether there is one
+    assert (slopes[0] - slopes[1]) / 2 <= (16 if name == "bert" else 9), slopes
+    assert slopes[0] / 2 <= {"llama": 400, "bert": 460, "gpt2-gelu-new": 300}[name], slopes
