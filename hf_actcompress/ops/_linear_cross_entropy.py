@@ -15,7 +15,19 @@ import torch
 from torch import Tensor
 
 from ..dispatch import implementation
-from ..records import Record, applied, declare, is_dropped, is_lossless, load, parameter, record_of, save, stored_exact
+from ..records import (
+    Record,
+    applied,
+    as_stock_saves,
+    declare,
+    is_dropped,
+    is_lossless,
+    load,
+    parameter,
+    record_of,
+    save,
+    stored_exact,
+)
 from ..reference.device_rules import on_cpu
 from ..reference.linear_cross_entropy import NO_TARGET, head_logits
 from ..reference.logits_chunks import KEPT_BYTES, Pointwise, are_kept
@@ -201,7 +213,8 @@ def linear_cross_entropy(
     options = _without_widening(pointwise, dtype), dtype, dtypes, way, scale
     losses = applied(LinearCrossEntropyFunction, selected, weight, bias, wanted, logits, rows, *options)
     if kept is not None:
-        losses = losses.new_zeros(target.shape).index_copy(0, kept, losses)
+        with as_stock_saves():
+            losses = losses.new_zeros(target.shape).index_copy(0, kept, losses)
     with torch.autocast(h.device.type, enabled=False):
         return reduced(losses, counts, outside, reduction)
 

@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import GradientEdge
 
+from ..private_apis import without_torch_function
 from ..records import applied, is_dropped, load, parameter, save, stored_exact
 from ..reference.linear_rows import linear_rows_bwd
 from ._deferred_linear import LinearSource
@@ -106,5 +107,6 @@ def returned_logits(x: Tensor) -> Tensor | None:
     origin = HeadOrigin(head.device, head.dtype, x.pointwise)
     source = ReturnedSource(held, head.device, like, row_function, origin)
     y = applied(ReturnedLogitsFunction, head.hidden, head.weight, head.bias, source)
-    origin.edge = get_gradient_edge(y)
+    with without_torch_function():
+        origin.edge = GradientEdge(y.grad_fn, y.output_nr)  # type: ignore[arg-type]
     return y

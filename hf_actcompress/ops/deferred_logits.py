@@ -61,6 +61,14 @@ MEMORY: dict[Any, bool] = {
     Tensor.__reduce_ex__: False,
     Tensor.__deepcopy__: False,
 }
+# functions that read no values
+_READS = {
+    *(
+        getattr(Tensor, name).__get__
+        for name in ("shape", "dtype", "device", "layout", "ndim", "requires_grad", "grad_fn", "is_leaf", "output_nr")
+    ),
+    *(Tensor.size, Tensor.dim, Tensor.stride, Tensor.numel, Tensor.is_floating_point),
+}
 
 
 class DeferredLogits(Tensor):
@@ -90,7 +98,12 @@ class DeferredLogits(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return (_on_values if torch.compiler.is_compiling() else _run)(func, args, kwargs or {})
+        if torch.compiler.is_compiling():
+            return _on_values(func, args, kwargs or {})
+        if func in _READS:
+            with without_torch_function():
+                return func(*args, **(kwargs or {}))
+        return _run(func, args, kwargs or {})
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -124,7 +137,9 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """A function of torch on deferred logits."""
     if func in MEMORY:
         return _on_memory(func, args, kwargs)
-    x = next((a for a in (*args, *kwargs.values()) if isinstance(a, DeferredLogits)), None)
+    x = args[0] if args else None
+    if not isinstance(x, DeferredLogits):
+        x = next((a for a in (*args, *kwargs.values()) if isinstance(a, DeferredLogits)), None)
     better = x.chain.source.function(func) if x is not None else None
     if better is not None:
         result = better(*args, **kwargs)
@@ -169,9 +184,10 @@ def _child(x: DeferredLogits, step: DeferredOp) -> DeferredLogits | None:
             return None
     elif step.func not in ROW_OPS or x.size(-1) < 2:
         return None
-    like = step(empty_like(x))
-    if like.dim() == 0 or like.size(-1) != x.size(-1):
-        return None
+    with without_torch_function():
+        like = step(empty_like(x))
+        if like.dim() == 0 or like.size(-1) != x.size(-1):
+            return None
     return mapped(x, step, like) if pointwise else _selected(x, step, like, step.func not in _COPIES)
 
 

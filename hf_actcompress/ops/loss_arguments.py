@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ..private_apis import without_torch_function
+from ..records import as_stock_saves
 from ..reference.device_rules import on_cpu
 from ..reference.logits_chunks import Pointwise
 from .deferred_logits import DeferredLogits
@@ -55,8 +58,9 @@ def loss_over_classes(loss: Callable[[LossArguments], Any]) -> Callable[..., Any
 def _class_indices(input: Any, target: Any) -> bool:
     if not isinstance(input, DeferredLogits) or not isinstance(target, Tensor) or input.chain.written():
         return False
-    known = target.dtype == torch.int64 and target.device == input.device
-    return known and input.dim() == 2 and target.shape == input.shape[:1] and target.numel() > 0
+    with without_torch_function():
+        known = target.dtype == torch.int64 and target.device == input.device
+        return known and input.dim() == 2 and target.shape == input.shape[:1] and target.numel() > 0
 
 
 def loss_dtypes(device: torch.device, dtype: torch.dtype, pointwise: Pointwise = ()) -> tuple[torch.dtype, torch.dtype]:
@@ -65,12 +69,24 @@ def loss_dtypes(device: torch.device, dtype: torch.dtype, pointwise: Pointwise =
     A small call finds the loss's. A CPU's autocast casts the logits; a CUDA device's casts the log-probabilities, which
     it computes in the logits' dtype.
     """
+    if pointwise:
+        with torch.no_grad():
+            x = torch.zeros(1, 1, dtype=dtype, device=device)
+            for function in pointwise:
+                x = function(x)
+        dtype = x.dtype
+    enabled = torch.is_autocast_enabled(device.type)
+    return _loss_dtypes(device, dtype, torch.get_autocast_dtype(device.type) if enabled else None)
+
+
+@cache
+def _loss_dtypes(
+    device: torch.device, dtype: torch.dtype, autocast: torch.dtype | None
+) -> tuple[torch.dtype, torch.dtype]:
     x = torch.zeros(1, 1, dtype=dtype, device=device)
-    with torch.no_grad():
-        for function in pointwise:
-            x = function(x)
+    with torch.no_grad(), torch.autocast(device.type, autocast, autocast is not None):
         loss = F.cross_entropy(x, torch.zeros(1, dtype=torch.int64, device=device)).dtype
-    return (loss if on_cpu(x) else x.dtype), loss
+    return (loss if on_cpu(x) else dtype), loss
 
 
 def reduced(losses: Tensor, counts: Tensor, outside: Tensor | None, reduction: str) -> Tensor:
@@ -80,4 +96,5 @@ def reduced(losses: Tensor, counts: Tensor, outside: Tensor | None, reduction: s
     torch raises: on a GPU in its kernel, without the host waiting for it.
     """
     place = torch.where(counts, 0 if outside is None else outside.long(), _IGNORED)
-    return F.nll_loss(-losses[:, None], place, ignore_index=_IGNORED, reduction=reduction)
+    with as_stock_saves():
+        return F.nll_loss(-losses[:, None], place, ignore_index=_IGNORED, reduction=reduction)

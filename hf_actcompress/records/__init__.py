@@ -14,7 +14,7 @@ from .module_hooks import ModuleHooks, may_write, places_of
 from .nested import is_foreign, tensors_in, without_inference
 from .net import netted
 from .outside import hooks_outside
-from .own_ops import applied, is_recomputed
+from .own_ops import applied, as_stock_saves, is_recomputed
 from .padding import (
     Padding,
     checkpointed,
@@ -65,6 +65,7 @@ __all__ = [
     "Stored",
     "apart",
     "applied",
+    "as_stock_saves",
     "checkpointed",
     "clear",
     "current",

@@ -31,6 +31,7 @@ def is_foreign(value: Any) -> bool:
     return hasattr(type(value), "__setitem__") and not isinstance(value, (Tensor, UserDict, dict, list))
 
 
+_PLAIN = (bool, int, float, str)
 # stands for a tensor in nested arguments
 _PLACE = object()
 
@@ -60,7 +61,17 @@ def without_inference(value: Any) -> Any:
 
     A model may be given such tensors by a frozen tower. Stock need not save them where it saves what is made of them.
     """
-    tensors = list(tensors_in(value))
-    if not any([x.is_inference() for x in tensors]):
+    if not _has_inference(value):
         return value
-    return replaced(value, iter([x.clone() if x.is_inference() else x for x in tensors]))
+    return replaced(value, iter([x.clone() if x.is_inference() else x for x in tensors_in(value)]))
+
+
+def _has_inference(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return value.is_inference()
+    if isinstance(value, (dict, UserDict)):
+        value = value.values()
+    elif not isinstance(value, (tuple, list)):
+        return False
+    # most arguments are numbers or None; this is asked of all arguments of each model in a step
+    return any([_has_inference(item) for item in value if item is not None and type(item) not in _PLAIN])

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from ..private_apis import pop_saved_tensor_hooks, push_saved_tensor_hooks
+from ..private_apis import bare_apply, pop_saved_tensor_hooks, push_saved_tensor_hooks
 from ._current import Netting, current
 from .activations import CONVOLUTIONS, is_feature_map
 from .held import Made
@@ -91,8 +92,8 @@ class _Function(Protocol[_Result_co]):
 
 def applied(function: _Function[_Result_co], *inputs: Any) -> _Result_co:
     """``function.apply(*inputs)`` of one of our ops. The net is off, unless outer hooks must get what is kept."""
-    net = None if torch.compiler.is_compiling() else current.net
-    if net is None or not net.is_innermost():
+    net = current.net
+    if net is None or torch.compiler.is_compiling() or not net.is_innermost():
         return function.apply(*inputs)  # type: ignore[no-any-return]
     off = _Off(net)
     if net.outside is not None:
@@ -102,7 +103,8 @@ def applied(function: _Function[_Result_co], *inputs: Any) -> _Result_co:
     own_tensors.asked = off.needed
     before, current.declared = current.declared, []
     try:
-        out: _Result_co = function.apply(*inputs)
+        # no torch.func transform is on, because there is a net
+        out: _Result_co = bare_apply(function, *inputs)
         for y, entry in current.declared:
             net.declared.note(y, entry, off.kept(net), partial(off.held, net, y.grad_fn))
         return out
@@ -113,6 +115,20 @@ def applied(function: _Function[_Result_co], *inputs: Any) -> _Result_co:
         else:
             push_saved_tensor_hooks(*net.hooks)
             own_tensors.asked = None
+
+
+@contextmanager
+def as_stock_saves() -> Iterator[None]:
+    """Inside, the net does not look at what stock ops save: little, and made by an op of ours."""
+    net = current.net
+    if net is None or torch.compiler.is_compiling() or net.outside is not None or not net.is_innermost():
+        yield
+        return
+    pop_saved_tensor_hooks()
+    try:
+        yield
+    finally:
+        push_saved_tensor_hooks(*net.hooks)
 
 
 def is_recomputed(x: Tensor) -> bool:

@@ -13,7 +13,7 @@ from torch.nn import Parameter
 from .. import compilation
 from ..codecs import IDENTITY, Codec
 from .padding import RealRows
-from .record import Pending, Recipe, Record, Stored
+from .record import Derived, Pending, Recipe, Record, Stored
 from .storages import storage_sizes
 
 
@@ -112,11 +112,11 @@ def slot_of_new(record: Stored, leaves: Leaves) -> Slot:
 
 def slot_of(record: Record, leaves: Leaves) -> Slot:
     """How the record's value is computed from `leaves`, to which its tensors are added. Counts no consumer."""
-    if isinstance(record, Pending):
+    if type(record) is Pending:
         record = record.packed()
-    if isinstance(record, Stored):
+    if type(record) is Stored:
         return _StoredSlot(record.codec, record.meta, tuple([leaves.add(t) for t in record.tensors]))
-    assert not isinstance(record, Pending), "what packs makes a stored or a derived record"
+    assert type(record) is Derived, "what packs makes a stored or a derived record"
     sources = tuple([slot_of(source, leaves) for source in record.sources])
     back = record.recipe.recompute
     if isinstance(back, RealRows):
@@ -140,6 +140,8 @@ def count(slot: Slot | None) -> None:
 def save(ctx: Any, *records: Record | None) -> None:
     """Keep records for backward, in order; for a None, `load` returns None at the same place.
 
+    A slot on ctx that is an integer is the position of a tensor that is kept as it is.
+
     Saves: the tensors of every stored record and the stored sources of every derived one, each once, through
     `ctx.save_for_backward`, so that checkpointing, offloading hooks and `retain_graph` see all of them.
     """
@@ -148,10 +150,17 @@ def save(ctx: Any, *records: Record | None) -> None:
         return
     # None in place of zeros where an output has no gradient (`ops.first_order`)
     ctx.set_materialize_grads(False)
-    leaves = Leaves()
-    ctx.slots = tuple(None if record is None else slot_of(record, leaves) for record in records)
-    for slot in ctx.slots:
-        count(slot)
+    leaves, slots = Leaves(), list[Slot | int | None]()
+    for record in records:
+        if record is None:
+            slots.append(None)
+        elif type(record) is Stored and record.codec is IDENTITY:
+            slots.append(leaves.add(record.tensors[0]))
+        else:
+            slot = slot_of(record, leaves)
+            count(slot)
+            slots.append(slot)
+    ctx.slots = slots
     ctx.dropped = tuple(leaves.dropped.values())
     own_tensors.note(leaves.tensors, range(len(leaves.tensors)))
     ctx.save_for_backward(*leaves.tensors)
@@ -174,10 +183,10 @@ def load_packed(ctx: Any, *dy: Tensor | None) -> tuple[Any, ...]:
     saved = ctx.saved_tensors
     _check_padding(ctx, saved, dy)
 
-    def value(slot: Slot | None) -> Tensor | Stored | None:
+    def value(slot: Slot | int | None) -> Tensor | Stored | None:
         if isinstance(slot, _StoredSlot) and slot.codec != IDENTITY:
             return Stored(slot.codec, tuple(saved[i] for i in slot.positions), slot.meta)
-        return None if slot is None else slot.value(saved)
+        return None if slot is None else _value(slot, saved)
 
     return tuple(value(slot) for slot in ctx.slots)
 
@@ -195,10 +204,16 @@ def load(ctx: Any, *dy: Tensor | None, rows: int | None = None) -> tuple[Any, ..
     if torch.compiler.is_compiling():
         return tuple(ctx.saved_tensors)
     saved = ctx.saved_tensors
-    slots: tuple[Slot | None, ...] = ctx.slots
+    slots: list[Slot | int | None] = ctx.slots
     of = None if rows is None else slots[rows]
-    _check_padding(ctx, saved, dy, of.value(saved) if of is not None else None)
-    return tuple(None if slot is None else slot.value(saved) for slot in slots)
+    _check_padding(ctx, saved, dy, of if of is None else _value(of, saved))
+    return tuple(
+        [None if slot is None else saved[slot] if isinstance(slot, int) else slot.value(saved) for slot in slots]
+    )
+
+
+def _value(slot: Slot | int, saved: tuple[Tensor, ...]) -> Tensor:
+    return saved[slot] if isinstance(slot, int) else slot.value(saved)
 
 
 def load_one(ctx: Any, dy: Tensor) -> tuple[Tensor, bool]:
@@ -209,7 +224,7 @@ def load_one(ctx: Any, dy: Tensor) -> tuple[Tensor, bool]:
     saved = ctx.saved_tensors
     _check_padding(ctx, saved, (dy,))
     (slot,) = ctx.slots
-    x: Tensor = slot.value(saved)
+    x = _value(slot, saved)
     alone = isinstance(slot, _DerivedSlot) and slot.recipe.uses == 1 and x.is_contiguous()
     return x, alone and not storage_sizes([x]).keys() & storage_sizes(saved).keys()
 
