@@ -35,6 +35,7 @@ SUBSET = (
     "models/test_loss_head.py",
     "models/test_probes.py",
     "models/test_rope.py",
+    "layers",
     "memory/test_compiled.py",
     "memory/test_plan*.py",
     "modules",

@@ -88,8 +88,8 @@ def _function_calls(model: Any, name: str) -> int:
 
 
 @pytest.mark.parametrize("name", DEPTHS)
-def test_a_layer_costs_few_function_calls_and_the_net_fewer(name: str) -> None:
-    slopes = []
+def test_a_step_costs_few_function_calls_and_the_net_fewer(name: str) -> None:
+    slopes, outside = [], []
     for net in (True, False):
         at = []
         for layers in (2, 4):
@@ -98,6 +98,9 @@ def test_a_layer_costs_few_function_calls_and_the_net_fewer(name: str) -> None:
             at.append(_function_calls(model, name))
             assert calls(model) == [3] * layers
         slopes.append(at[1] - at[0])
+        outside.append(2 * at[0] - at[1])
     # without a net an op asks nothing but whether there is one
     assert (slopes[0] - slopes[1]) / 2 <= (16 if name == "bert" else 9), slopes
     assert slopes[0] / 2 <= {"llama": 400, "bert": 460, "gpt2-gelu-new": 300}[name], slopes
+    # stock makes 500 to 750; the rest is the loss head's and that of modules that are no layers
+    assert outside[0] <= {"llama": 2400, "bert": 3300, "gpt2-gelu-new": 2450}[name], outside
