@@ -16,12 +16,15 @@ _has_autocast = cache(torch.amp.is_autocast_available)
 
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
     """The dtype to which autocast casts the inputs of a matmul on x's device; None where it does not."""
-    device = x.device.type
+    dtype = autocast_on(x.device.type)
+    return dtype if dtype is not None and x.is_floating_point() and x.dtype != torch.float64 else None
+
+
+def autocast_on(device: str) -> torch.dtype | None:
+    """The dtype of autocast on a type of device; None where it is off."""
     # torch 2.11 cannot trace this check, and every device that we compile for has autocast
     available = torch.compiler.is_compiling() or _has_autocast(device)
-    if not available or not torch.is_autocast_enabled(device):
-        return None
-    return torch.get_autocast_dtype(device) if x.is_floating_point() and x.dtype != torch.float64 else None
+    return torch.get_autocast_dtype(device) if available and torch.is_autocast_enabled(device) else None
 
 
 def device_under_autocast(grads: Sequence[Tensor | None]) -> str | None:

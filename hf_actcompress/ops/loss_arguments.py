@@ -15,6 +15,7 @@ from ..private_apis import without_torch_function
 from ..records import as_stock_saves
 from ..reference.device_rules import on_cpu
 from ..reference.logits_chunks import Pointwise
+from .autocast import autocast_on
 from .deferred_logits import DeferredLogits
 
 # marks a row that does not count, in `reduced`. The caller's `ignore_index` may be 0, which is a class there
@@ -75,16 +76,16 @@ def loss_dtypes(device: torch.device, dtype: torch.dtype, pointwise: Pointwise =
             for function in pointwise:
                 x = function(x)
         dtype = x.dtype
-    enabled = torch.is_autocast_enabled(device.type)
-    return _loss_dtypes(device, dtype, torch.get_autocast_dtype(device.type) if enabled else None)
+    return _loss_dtypes(device, dtype, autocast_on(device.type))
 
 
 @cache
 def _loss_dtypes(
     device: torch.device, dtype: torch.dtype, autocast: torch.dtype | None
 ) -> tuple[torch.dtype, torch.dtype]:
+    # `autocast` is the one that is on
     x = torch.zeros(1, 1, dtype=dtype, device=device)
-    with torch.no_grad(), torch.autocast(device.type, autocast, autocast is not None):
+    with torch.no_grad():
         loss = F.cross_entropy(x, torch.zeros(1, dtype=torch.int64, device=device)).dtype
     return (loss if on_cpu(x) else dtype), loss
 
