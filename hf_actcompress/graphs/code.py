@@ -61,11 +61,17 @@ class CodeWriter:
         self._overwrites = written_over(graph, results)
         self._names: dict[Node, str] = {}
         kept = set(results)
+        # nodes that are written inside of their readers' calls
         self._inside = {x for x in graph.nodes if x not in kept and _is_in_linear(x)}
         self._last = _last_readers(graph, self._inside)
         self.known: dict[str, Any] = {}
         self.lines: list[str] = []
         self._graph = graph
+
+    def readers(self, x: Node) -> list[Node]:
+        """The nodes whose calls read x."""
+        users = [user for user in x.users if user.op == "call_function"]
+        return [reader for user in users for reader in (self.readers(user) if user in self._inside else [user])]
 
     def constant(self, value: Any) -> str:
         """A name for an object in the code."""
@@ -239,8 +245,7 @@ def forward_code(
     due: dict[Node, list[Node]] = {}
     order = {node: i for i, node in enumerate(graph.nodes)}
     for x in packed:
-        readers = [user for user in x.users if user.op == "call_function"]
-        due.setdefault(max(readers, key=order.__getitem__, default=x), []).append(x)
+        due.setdefault(max(writer.readers(x), key=order.__getitem__, default=x), []).append(x)
 
     def after(node: Node) -> None:
         for x in due.get(node, ()):

@@ -96,6 +96,20 @@ def test_a_transposed_weight_is_read_by_a_linear_function() -> None:
     assert [called.count(x) for x in (torch._C._nn.linear, torch.mm, torch.addmm, torch.t)] == [2, 1, 1, 2]
 
 
+def test_what_is_packed_behind_a_linear_function() -> None:
+    def call(x: Tensor) -> Any:
+        y = x.view(6, 8).tanh()
+        return W.mm(y.t()), y
+
+    module = make_fx(call, tracing_mode="fake", _allow_non_fake_inputs=True)(X)
+    nodes = list(module.graph.nodes)
+    product, y = nodes[-1].args[0]
+    run: Any = forward_code(module.graph, [nodes[0]], [product], [y], [y])
+    found, packed = run(X, [lambda x: x.half()])
+    expected, plain = call(X)
+    assert torch.equal(found, expected) and torch.equal(packed, plain.half())
+
+
 @pytest.mark.parametrize(("name", "most"), [("bert", 10), ("llama", 11), ("gpt2-gelu-new", 11)])
 def test_how_many_views_a_layers_forward_makes(name: str, most: int) -> None:
     ours = patch_model(BY_NAME[name].build(), PLANS)
