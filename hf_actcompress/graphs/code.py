@@ -44,6 +44,7 @@ _PAIRS = {
 _RUNS = {**RUNS, **opaque.RUNS}
 # products with a transposed weight, which one function of torch computes
 _LINEAR = frozenset({aten.mm.default, aten.addmm.default})
+_NARROW = (torch.bfloat16, torch.float16)
 _WITH_NEXT = frozenset(pair.first for pair in _PAIRS.values())
 
 
@@ -62,7 +63,7 @@ class CodeWriter:
         self._names: dict[Node, str] = {}
         kept = set(results)
         # nodes that are written inside of their readers' calls
-        self._inside = {x for x in graph.nodes if x not in kept and _is_in_linear(x)}
+        self._inside = {x for x in graph.nodes if x not in kept and (_is_in_linear(x) or _is_in_cast(x))}
         self._last = _last_readers(graph, self._inside)
         self.known: dict[str, Any] = {}
         self.lines: list[str] = []
@@ -134,6 +135,9 @@ class CodeWriter:
             *bias, x, weight = node.args
             self._linear(node, x, weight.args[0], bias)  # type: ignore[union-attr]
             return
+        if target is aten._to_copy.default and node.args[0] in self._inside:
+            self._narrow_sum(node, node.args[0])  # type: ignore[arg-type]
+            return
         args = [self.text(x) for x in node.args]
         if target is drawn_from and node.args[0].target is state_before:  # type: ignore[union-attr]
             # the state was taken just before
@@ -155,6 +159,10 @@ class CodeWriter:
     def _linear(self, node: Node, x: Any, weight: Any, bias: Sequence[Any]) -> None:
         args = ", ".join(map(self.text, (x, weight, *bias)))
         self.lines.append(f"{self.name(node)} = {self.constant(torch._C._nn.linear)}({args})")
+
+    def _narrow_sum(self, node: Node, total: Node) -> None:
+        args = ", ".join(map(self.text, (*total.args, node.kwargs["dtype"], total in self._overwrites)))
+        self.lines.append(f"{self.name(node)} = {self.constant(narrow_sum)}({args})")
 
     def _segment(self, node: Node) -> None:
         """A call that is given a list, so that it can free what nobody else reads."""
@@ -201,6 +209,28 @@ def _is_in_linear(node: Node) -> bool:
     )
 
 
+def _is_in_cast(node: Node) -> bool:
+    """Whether a node is a sum of a narrow and a wide tensor that is only cast to the narrow dtype."""
+    if node.target is not aten.add.Tensor or len(node.all_input_nodes) != 2 or node.kwargs or len(node.users) != 1:
+        return False
+    (cast,) = node.users
+    values = [x.meta["val"] for x in node.all_input_nodes]
+    narrow = cast.kwargs.get("dtype") if cast.target is aten._to_copy.default and len(cast.kwargs) == 1 else None
+    same = all(str(x.shape) == str(node.meta["val"].shape) for x in values)
+    return same and narrow in _NARROW and {x.dtype for x in values} == {narrow, torch.float32}
+
+
+def narrow_sum(a: Tensor, b: Tensor, dtype: torch.dtype, free: bool) -> Tensor:
+    """``(a + b).to(dtype)``: added in fp32 and rounded once, on a GPU by one kernel without a sum in fp32.
+
+    `free`: whether the one in fp32 may be written on. A CPU would make copies for a result in another dtype.
+    """
+    if a.device.type != "cpu":
+        return torch.add(a, b, out=torch.empty_like(a, dtype=dtype))
+    wide, narrow = (b, a) if a.dtype == dtype else (a, b)
+    return (wide.add_(narrow) if free else wide + narrow).to(dtype)
+
+
 def _last_readers(graph: Graph, inside: set[Node]) -> dict[Node, list[Node]]:
     """The nodes that are read for the last time by each node; those `inside` of their readers read nothing there."""
     last: dict[Node, Node] = {}
@@ -208,7 +238,7 @@ def _last_readers(graph: Graph, inside: set[Node]) -> dict[Node, list[Node]]:
         for x in () if node in inside else node.all_input_nodes:
             last[x] = node
             if x in inside:
-                last[x.all_input_nodes[0]] = node
+                last.update(dict.fromkeys(x.all_input_nodes, node))
     found: dict[Node, list[Node]] = {}
     for x, reader in last.items():
         found.setdefault(reader, []).append(x)

@@ -17,6 +17,7 @@ from .fused import fuse
 from .opaque_inputs import give_again
 from .redraw import state_before
 from .rules import tag
+from .scales import move_scales
 from .trace import Joint
 
 aten = torch.ops.aten
@@ -64,6 +65,7 @@ def divide(joint: Joint) -> Halves:
         tidy(module)
     fuse(backward.graph)
     for module in (forward, backward):
+        move_scales(module.graph)
         fewer_views(module.graph)
     returned = list(_results(forward))
     # tidied, two kept nodes may be one

@@ -38,7 +38,9 @@ class Code:
 
     def __init__(self, compiled: Any, constants: tuple[Any, ...]) -> None:
         self._compiled, self.constants = compiled, constants
-        self._run, self._head = compiled.run, (compiled.function, compiled.packed_metadata, None, None, None)
+        # a machine that compiles for others has nothing that launches
+        self._run: Any = None
+        self._head: tuple[Any, ...] = ()
 
     def launch(self, grid: tuple[int, ...], stream: Any, values: Sequence[Any]) -> None:
         """Launch it with numbers, constants, and addresses in the place of tensors; if there is no stream
@@ -46,6 +48,10 @@ class Code:
         if stream is None:
             self._compiled[(*grid, 1, 1)](*values)
             return
+        if self._run is None:
+            # this loads the code on the device
+            self._run = self._compiled.run
+            self._head = (self._compiled.function, self._compiled.packed_metadata, None, None, None)
         x, y, z = grid if len(grid) == 3 else (*grid, 1, 1)[:3]
         self._run(x, y, z, stream, *self._head, *values)
 
