@@ -2,6 +2,7 @@
 
     python recipes/bytes_moved.py --out recipes/results/bytes
     python recipes/bytes_moved.py --models llama --by-op
+    python recipes/bytes_moved.py --models llama --lora --out recipes/results/bytes/lora
 
 What matrix products and attention move is left out: it is the same on both sides. All else is bound by memory, so its
 time on a GPU is close to these bytes over the memory's speed. Counted on a CPU, with kernels in Triton's interpreter
@@ -25,7 +26,7 @@ from typing import Any
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import torch
-from common.bench_models import FAMILIES, Shape
+from common.bench_models import FAMILIES, Shape, with_adapters
 from common.bench_report import environment
 from common.files import replace_text
 from common.moved import SEQUENCE, per_token
@@ -59,19 +60,21 @@ class Row:
         return sum(self.forward.values()) + sum(self.backward.values())
 
 
-def build(name: str, shape: Shape) -> Any:
+def build(name: str, shape: Shape, lora: bool) -> Any:
     torch.manual_seed(0)
     model = FAMILIES[name](shape, SEQUENCE)
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
-    return model.to(torch.bfloat16).train()
+    model = model.to(torch.bfloat16).train()
+    return with_adapters(model, 16) if lora else model
 
 
-def measure(name: str, mode: str, hidden: int) -> Row:
+def measure(name: str, mode: str, hidden: int, lora: bool = False) -> Row:
     prepare, choice = MODES[mode]
     with use(choice):
-        return Row(name, mode, *per_token(lambda s: prepare(build(name, s)), name, hidden, watch=interpreted_launches))
+        found = per_token(lambda s: prepare(build(name, s, lora)), name, hidden, watch=interpreted_launches)
+        return Row(name, mode, *found)
 
 
 def markdown(rows: Sequence[Row], about: dict[str, Any]) -> str:
@@ -80,6 +83,7 @@ def markdown(rows: Sequence[Row], about: dict[str, Any]) -> str:
         f"`{about['command']}`",
         "",
         f"torch {about['torch']}, transformers {about['transformers']}, triton {about['triton']}; bf16, dropout 0, "
+        f"{'adapters of rank 16 in fp32 on all linear layers, ' if about['options']['lora'] else ''}"
         f"hidden {about['options']['hidden']}. Bytes that are neither of products nor of attention, per layer and "
         "token, over the hidden size.",
         "",
@@ -108,6 +112,9 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--models", nargs="+", choices=FAMILIES, default=list(FAMILIES))
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument("--hidden", type=int, default=512)
+    parser.add_argument(
+        "--lora", action="store_true", help="adapters of rank 16 on all linear layers, as PEFT makes them"
+    )
     parser.add_argument("--by-op", action="store_true", help="print which ops and kernels move the bytes")
     parser.add_argument("--out", type=Path, default=Path("benchmark-results"))
     args = parser.parse_args(argv)
@@ -123,7 +130,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     about = environment("cpu", command, vars(args))
     rows: list[Row] = []
     for name in args.models:
-        rows += [measure(name, mode, args.hidden) for mode in args.modes]
+        rows += [measure(name, mode, args.hidden, args.lora) for mode in args.modes]
         record = {**about, "rows": [{**asdict(row), "total": row.total} for row in rows]}
         replace_text(args.out / "bytes_moved.json", json.dumps(record, indent=2) + "\n")
         replace_text(args.out / "bytes_moved.md", markdown(rows, about))

@@ -82,6 +82,8 @@ def recomputed(halves: Halves, place: int, y: Node, backs: Mapping[Node, _Back],
     graph = Graph()
     given = [graph.placeholder(x.name) for x in needs]
     copied = dict(zip(needs, given, strict=True))
+    for x, placeholder in copied.items():
+        placeholder.meta = dict(x.meta)
     for x in halves.forward.graph.nodes:
         if x in seen and x not in copied:
             copied[x] = graph.node_copy(x, copied.__getitem__)

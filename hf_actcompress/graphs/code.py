@@ -14,6 +14,7 @@ from ..ops import opaque
 from ..ops.kernel_nodes import NORMED, RSTD, RUNS, rms_norm_parts
 from ..private_apis.graphs import binding
 from ..reference import dropout_fwd, dropout_replay
+from ..reference.device_rules import on_cpu
 from .compiled_run import Segment
 from .draws import DRAWN, DROPPED
 from .in_place import written_over
@@ -214,10 +215,13 @@ def _is_in_cast(node: Node) -> bool:
     if node.target is not aten.add.Tensor or len(node.all_input_nodes) != 2 or node.kwargs or len(node.users) != 1:
         return False
     (cast,) = node.users
-    values = [x.meta["val"] for x in node.all_input_nodes]
-    narrow = cast.kwargs.get("dtype") if cast.target is aten._to_copy.default and len(cast.kwargs) == 1 else None
-    same = all(str(x.shape) == str(node.meta["val"].shape) for x in values)
-    return same and narrow in _NARROW and {x.dtype for x in values} == {narrow, torch.float32}
+    narrow = cast.kwargs.get("dtype")
+    if cast.target is not aten._to_copy.default or len(cast.kwargs) != 1 or narrow not in _NARROW:
+        return False
+    total, *values = [x.meta["val"] for x in (node, *node.all_input_nodes)]
+    if not all(isinstance(x, Tensor) and str(x.shape) == str(total.shape) for x in values):
+        return False
+    return {x.dtype for x in values} == {narrow, torch.float32}
 
 
 def narrow_sum(a: Tensor, b: Tensor, dtype: torch.dtype, free: bool) -> Tensor:
@@ -225,7 +229,7 @@ def narrow_sum(a: Tensor, b: Tensor, dtype: torch.dtype, free: bool) -> Tensor:
 
     `free`: whether the one in fp32 may be written on. A CPU would make copies for a result in another dtype.
     """
-    if a.device.type != "cpu":
+    if not on_cpu(a):
         return torch.add(a, b, out=torch.empty_like(a, dtype=dtype))
     wide, narrow = (b, a) if a.dtype == dtype else (a, b)
     return (wide.add_(narrow) if free else wide + narrow).to(dtype)
