@@ -51,7 +51,8 @@ def test_every_module_says_what_it_is():
 
 def test_one_op_has_one_basename_in_every_layer():
     """Each kernel has a reference of the same place and name, except for code that kernels share."""
-    shared = {f"kernels/{name}" for name in ("common", "fallback", "grad_weight", "launch", "probe", "timing")}
+    of_all = ("common", "fallback", "grad_weight", "launch", "probe", "recorded", "timing", "watched")
+    shared = {f"kernels/{name}" for name in of_all}
     shared.add("methods/fewbit/kernel_encoding")
     names = {str(path.relative_to(PACKAGE).with_suffix("")) for path in FILES}
     kernels = {name for name in names if part_of(name.split("/")) == "kernels"}

@@ -163,7 +163,7 @@ def _import_name(requirement: str) -> str:
 
 
 # recipes that measure or compile the kernels, which are not public
-ON_KERNELS = {"benchmark_kernels.py", "bytes_moved.py", "compile_kernels.py"}
+ON_KERNELS = {"benchmark_kernels.py", "bytes_moved.py", "compile_kernels.py", "launch_time.py"}
 
 
 def test_recipes_use_public_names_alone():

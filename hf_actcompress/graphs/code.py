@@ -159,7 +159,7 @@ class CodeWriter:
 
     def _linear(self, node: Node, x: Any, weight: Any, bias: Sequence[Any]) -> None:
         args = ", ".join(map(self.text, (x, weight, *bias)))
-        self.lines.append(f"{self.name(node)} = {self.constant(torch._C._nn.linear)}({args})")
+        self.lines.append(f"{self.name(node)} = {self.constant(binding(aten.linear.default))}({args})")
 
     def _narrow_sum(self, node: Node, total: Node) -> None:
         args = ", ".join(map(self.text, (*total.args, node.kwargs["dtype"], total in self._overwrites)))
