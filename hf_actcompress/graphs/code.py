@@ -14,10 +14,10 @@ from ..ops import opaque
 from ..ops.kernel_nodes import NORMED, RSTD, RUNS, rms_norm_parts
 from ..private_apis.graphs import binding
 from ..reference import dropout_fwd, dropout_replay
-from ..reference.device_rules import on_cpu
 from .compiled_run import Segment
 from .draws import DRAWN, DROPPED
 from .in_place import written_over
+from .inside import PRODUCTS, is_in_cast, is_in_linear, narrow_sum
 from .redraw import Certain, drawn_from, state_before
 
 _INFIX = {operator.mul: "*", operator.add: "+", operator.sub: "-", operator.floordiv: "//", operator.mod: "%"}
@@ -43,9 +43,6 @@ _PAIRS = {
     NORMED: Pair(RSTD, rms_norm_parts, lambda first, second: first),
 }
 _RUNS = {**RUNS, **opaque.RUNS}
-# products with a transposed weight, which one function of torch computes
-_LINEAR = frozenset({aten.mm.default, aten.addmm.default})
-_NARROW = (torch.bfloat16, torch.float16)
 _WITH_NEXT = frozenset(pair.first for pair in _PAIRS.values())
 
 
@@ -64,7 +61,7 @@ class CodeWriter:
         self._names: dict[Node, str] = {}
         kept = set(results)
         # nodes that are written inside of their readers' calls
-        self._inside = {x for x in graph.nodes if x not in kept and (_is_in_linear(x) or _is_in_cast(x))}
+        self._inside = {x for x in graph.nodes if x not in kept and (is_in_linear(x) or is_in_cast(x))}
         self._last = _last_readers(graph, self._inside)
         self.known: dict[str, Any] = {}
         self.lines: list[str] = []
@@ -132,7 +129,7 @@ class CodeWriter:
         if isinstance(target, Segment):
             self._segment(node)
             return
-        if target in _LINEAR and node.args[-1] in self._inside:
+        if target in PRODUCTS and node.args[-1] in self._inside:
             *bias, x, weight = node.args
             self._linear(node, x, weight.args[0], bias)  # type: ignore[union-attr]
             return
@@ -194,45 +191,6 @@ class CodeWriter:
         run: Callable[..., Any] = found["run"]
         run.source = source  # type: ignore[attr-defined]
         return run
-
-
-def _is_in_linear(node: Node) -> bool:
-    """Whether a node is a transposed weight, read by products that a linear function computes with the weight."""
-    if node.target is not aten.t.default or not node.users:
-        return False
-    return all(
-        user.target in _LINEAR
-        and user.args[-1] is node
-        and user.args.count(node) == 1
-        and not user.kwargs
-        and (len(user.args) == 2 or user.args[0].meta["val"].dim() == 1)  # type: ignore[union-attr]
-        for user in node.users
-    )
-
-
-def _is_in_cast(node: Node) -> bool:
-    """Whether a node is a sum of a narrow and a wide tensor that is only cast to the narrow dtype."""
-    if node.target is not aten.add.Tensor or len(node.all_input_nodes) != 2 or node.kwargs or len(node.users) != 1:
-        return False
-    (cast,) = node.users
-    narrow = cast.kwargs.get("dtype")
-    if cast.target is not aten._to_copy.default or len(cast.kwargs) != 1 or narrow not in _NARROW:
-        return False
-    total, *values = [x.meta["val"] for x in (node, *node.all_input_nodes)]
-    if not all(isinstance(x, Tensor) and str(x.shape) == str(total.shape) for x in values):
-        return False
-    return {x.dtype for x in values} == {narrow, torch.float32}
-
-
-def narrow_sum(a: Tensor, b: Tensor, dtype: torch.dtype, free: bool) -> Tensor:
-    """``(a + b).to(dtype)``: added in fp32 and rounded once, on a GPU by one kernel without a sum in fp32.
-
-    `free`: whether the one in fp32 may be written on. A CPU would make copies for a result in another dtype.
-    """
-    if not on_cpu(a):
-        return torch.add(a, b, out=torch.empty_like(a, dtype=dtype))
-    wide, narrow = (b, a) if a.dtype == dtype else (a, b)
-    return (wide.add_(narrow) if free else wide + narrow).to(dtype)
 
 
 def _last_readers(graph: Graph, inside: set[Node]) -> dict[Node, list[Node]]:

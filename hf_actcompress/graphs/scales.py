@@ -1,8 +1,9 @@
 """Factors and casts that move large tensors for nothing, as an adapter's: the same bits by fewer bytes.
 
 PEFT multiplies the second product of an adapter, which is as large as the layer's output, by a factor that is mostly a
-power of two. Such a factor changes no digit, so that it may be at any factor of a product: it goes to the smallest, the
-result of the adapter's first product. In backward it goes from the gradient to the products that are made of it.
+power of two. To multiply by a power of two rounds nothing. So the smaller side of the product may be multiplied in its
+place, which is the result of the adapter's first product. In backward, the products that are made of the gradient are
+multiplied, and not the gradient.
 """
 
 from __future__ import annotations
@@ -101,6 +102,6 @@ def _products(x: Node) -> list[Node]:
 
 
 def _columns(x: Node) -> int:
-    """The last size of a tensor, which is never a symbol in products with weights; a large one if it is."""
+    """The last size of a tensor: of products with weights it is no symbol. A large number stands for a symbol."""
     size = x.meta["val"].shape[-1]
     return size if isinstance(size, int) else 2**62

@@ -46,7 +46,7 @@ INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 
 def cdiv(a: int, b: int) -> int:
-    """a / b, rounded up. (Triton's own function takes 2 us of a host.)"""
+    """a / b, rounded up. Triton's own function takes a host longer, and some kernels round up several times."""
     return -(-a // b)
 
 

@@ -20,8 +20,6 @@ from triton import knobs
 from triton.compiler import CompiledKernel
 from triton.runtime import driver
 
-# how many forms of launches a kernel remembers
-_MOST = 4096
 # False: each launch goes through Triton, for tests that count there
 enabled = True
 
@@ -59,23 +57,21 @@ class Code:
 class CachedLaunches:
     """A kernel of `triton.jit` that is launched in the same way, ``kernel[grid](*tensors_and_numbers, **constants)``.
 
-    What decides which code Triton compiles is: dtypes and alignments of tensors, for integers whether they are
-    1 or multiples of 16, the constants and the device.
+    What decides which code Triton compiles is the key: dtypes and alignments of tensors, for integers whether they are
+    1 or multiples of 16, the constants and the device. (A call that came before makes no such key: `recorded.py`.)
     """
 
     def __init__(self, jit: Any) -> None:
         self.jit, self.__name__ = jit, jit.__name__
         self._known: dict[Hashable, Code] = {}
-        # the same for numbers that have come before
-        self._launches: dict[Hashable, Code] = {}
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         return partial(self._launch, grid)
 
     def _launch(self, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
-        sizes, values = sizes_and_values(args)
-        head = (args[0].device, *options.values(), *options)
-        code = self._code((*head, *sizes), head, sizes)
+        kinds, values = kinds_and_values(args)
+        key = (args[0].device, *options.values(), *options, *kinds)
+        code = self._known.get(key)
         if _notes.seen is not None:
             _notes.seen.append(None if code is None else (code, grid, args))
         if code is None or not enabled:
@@ -83,21 +79,10 @@ class CachedLaunches:
             compiled = self.jit[grid](*args, **options)
             # ROCm's code also depends on the sizes of tensors
             if isinstance(compiled, CompiledKernel) and torch.version.hip is None:
-                self._known[*head, *kinds(sizes)] = Code(compiled, constants)
+                self._known[key] = Code(compiled, constants)
             return
         stream = stream_of(args[0].device)
         code.launch(grid, stream, (*(args if stream is None else values), *code.constants))
-
-    def _code(self, key: Hashable, head: tuple[Hashable, ...], sizes: list[Hashable]) -> Code | None:
-        """The code for such arguments, if it has been compiled."""
-        code = self._launches.get(key)
-        if code is None:
-            code = self._known.get((*head, *kinds(sizes)))
-            if code is not None:
-                if len(self._launches) >= _MOST:
-                    self._launches.clear()
-                self._launches[key] = code
-        return code
 
 
 def stream_of(device: torch.device) -> Any:
@@ -132,28 +117,16 @@ def noted(seen: list[Any]) -> Iterator[None]:
         _notes.seen = None
 
 
-def sizes_and_values(args: Sequence[Any]) -> tuple[list[Hashable], list[Any]]:
-    """What may decide which code runs, of the arguments of a kernel; and the arguments, tensors as addresses.
-
-    Every launch goes through this loop.
-    """
-    sizes: list[Any] = []
+def kinds_and_values(args: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    """What Triton compiles separate code for, of the arguments of a kernel; and the arguments, tensors as addresses."""
+    kinds: list[Any] = []
     values = list(args)
     for place, x in enumerate(args):
         if type(x) is int:
-            sizes.append(x)
+            kinds.append(("int", x == 1, x % 16 == 0, -(2**31) <= x < 2**31, x < 2**63))
         elif isinstance(x, Tensor):
             values[place] = address = x.data_ptr()
-            sizes += (x.dtype, address & 15 == 0)
+            kinds += (x.dtype, address % 16 == 0)
         else:
-            sizes.append(type(x))
-    return sizes, values
-
-
-def kinds(sizes: Sequence[Hashable]) -> tuple[Hashable, ...]:
-    """The same for all sizes for which Triton compiles the same code."""
-    return tuple(_kind_of(x) if type(x) is int else x for x in sizes)
-
-
-def _kind_of(x: int) -> Hashable:
-    return "int", x == 1, x % 16 == 0, -(2**31) <= x < 2**31, x < 2**63
+            kinds.append(type(x))
+    return kinds, values

@@ -1,10 +1,10 @@
 """Calls of kernels that come again: what they compute and launch, without the Python code in between.
 
 On its way to a launch, a function of a kernel looks at shapes and strides, chooses tiles and a grid, and makes views
-and results. That takes a host 10 to 40 us and gives the same each time. So a function's second call of one form
-(shapes, strides, dtypes and alignments of tensors, other arguments) is recorded, and later ones repeat its allocations,
-launches and the few ops of torch beside them. A function that reads values, or takes tensors from elsewhere, is not
-recorded.
+and results. That takes a host 10 to 50 us (`recipes/launch_time.py`) and gives the same each time. So a function's
+second call of one form (shapes, strides, dtypes and alignments of tensors, other arguments) is recorded, and later
+calls repeat its allocations, launches and the few ops of torch beside them. A function that reads values, or takes
+tensors from elsewhere, is not recorded.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ _MOST = 1024
 
 def recorded(function: Callable[..., Any]) -> Callable[..., Any]:
     """The function of a kernel, whose calls of a form that came twice before run by records."""
-    # True: a form that came once; None: one that has no record
-    records: dict[Hashable, Record | bool | None] = {}
+    # None: a form that has no record
+    records: dict[Hashable, Record | None] = {}
+    came_once: set[Hashable] = set()
 
     @functools.wraps(function)
     def call(*args: Any, **words: Any) -> Any:
@@ -42,16 +43,18 @@ def recorded(function: Callable[..., Any]) -> Callable[..., Any]:
         form = _form(args, tensors)
         if form is None:
             return function(*args)
-        known = records.get(form, False)
-        if type(known) is Record:
-            return known.run(tensors) if _is_current(form[0]) else function(*args)
-        if known is True:
+        known = records.get(form)
+        if known is not None and _is_current(form[0]):
+            return known.run(tensors)
+        if form in came_once:
+            came_once.remove(form)
             found, records[form] = record_of(function, args, tensors)
             return found
-        if known is False:
-            if len(records) >= _MOST:
+        if form not in records:
+            if len(records) + len(came_once) >= _MOST:
                 records.clear()
-            records[form] = True
+                came_once.clear()
+            came_once.add(form)
         return function(*args)
 
     call.records = records  # type: ignore[attr-defined]

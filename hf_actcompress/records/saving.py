@@ -207,9 +207,7 @@ def load(ctx: Any, *dy: Tensor | None, rows: int | None = None) -> tuple[Any, ..
     slots: list[Slot | int | None] = ctx.slots
     of = None if rows is None else slots[rows]
     _check_padding(ctx, saved, dy, of if of is None else _value(of, saved))
-    return tuple(
-        [None if slot is None else saved[slot] if isinstance(slot, int) else slot.value(saved) for slot in slots]
-    )
+    return tuple([None if slot is None else _value(slot, saved) for slot in slots])
 
 
 def _value(slot: Slot | int, saved: tuple[Tensor, ...]) -> Tensor:

@@ -15,7 +15,7 @@ from triton.compiler import make_backend  # noqa: E402
 from triton.runtime.jit import native_specialize_impl  # noqa: E402
 
 from hf_actcompress.kernels import launch  # noqa: E402
-from hf_actcompress.kernels.launch import CachedLaunches, kinds, sizes_and_values  # noqa: E402
+from hf_actcompress.kernels.launch import CachedLaunches, kinds_and_values  # noqa: E402
 
 ALIGNED = torch.zeros(32)
 ARGUMENTS = [
@@ -26,7 +26,7 @@ ARGUMENTS = [
 
 
 def kind_of(x: Any) -> Any:
-    return kinds(sizes_and_values((x,))[0])
+    return tuple(kinds_and_values((x,))[0])
 
 
 def triton_kind(x: Any) -> Any:

@@ -58,12 +58,17 @@ class _Jit:
 @pytest.fixture(autouse=True)
 def _as_compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(launch, "CompiledKernel", _Interpreted)
-    code = CachedLaunches._code
+    first = CachedLaunches._launch
     jit = property(lambda self: _Jit(self.__dict__["jit"]), lambda self, jit: self.__dict__.update(jit=jit))
     monkeypatch.setattr(CachedLaunches, "jit", jit, raising=False)
     # what is compiled here is nothing for later tests
     kinds: list[dict[Any, Any]] = []
-    monkeypatch.setattr(CachedLaunches, "_code", lambda self, *args: kinds.append(self._known) or code(self, *args))
+
+    def launched(self: CachedLaunches, *args: Any, **options: Any) -> None:
+        kinds.append(self._known)
+        first(self, *args, **options)
+
+    monkeypatch.setattr(CachedLaunches, "_launch", launched)
     yield
     for known in kinds:
         known.clear()

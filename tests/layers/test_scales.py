@@ -14,7 +14,8 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from hf_actcompress import patch_model
-from hf_actcompress.graphs.code import forward_code, narrow_sum
+from hf_actcompress.graphs.code import forward_code
+from hf_actcompress.graphs.inside import narrow_sum
 from hf_actcompress.graphs.scales import move_scales
 from tests.families import BY_NAME, differing, step
 from tests.layers.plans import PLANS, assert_all_ran, plans_of
