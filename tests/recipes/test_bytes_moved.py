@@ -13,6 +13,7 @@ from hf_actcompress import reference
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 COMMITTED = RECIPES / "results" / "bytes" / "bytes_moved.json"
+WITH_ADAPTERS = RECIPES / "results" / "bytes" / "lora" / "bytes_moved.json"
 # tokens, width
 N, D = 64, 256
 X = 2 * N * D
@@ -108,13 +109,17 @@ def test_kernels(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="seen in the interpreter")
 @pytest.mark.daily(3)
-@pytest.mark.parametrize("model", ["llama", "gpt2", "bert"])
-def test_models_move_no_more_than_is_committed(model: str) -> None:
+@pytest.mark.parametrize(
+    ("model", "committed_in"),
+    [("llama", COMMITTED), ("gpt2", COMMITTED), ("bert", COMMITTED), ("llama", WITH_ADAPTERS)],
+    ids=["llama", "gpt2", "bert", "llama with adapters"],
+)
+def test_models_move_no_more_than_is_committed(model: str, committed_in: Path) -> None:
     pytest.importorskip("triton")
-    record, recipe = json.loads(COMMITTED.read_text()), importlib.import_module("bytes_moved")
+    record, recipe = json.loads(committed_in.read_text()), importlib.import_module("bytes_moved")
     mode = "exact, kernels"
     (committed,) = (row["total"] for row in record["rows"] if (row["model"], row["mode"]) == (model, mode))
-    found = recipe.measure(model, mode, record["options"]["hidden"])
+    found = recipe.measure(model, mode, record["options"]["hidden"], committed_in is WITH_ADAPTERS)
     assert found.total < committed + 0.5, (found.forward, found.backward)
 
 
@@ -128,3 +133,5 @@ def test_what_is_committed_is_within_the_limits() -> None:
     share = {model: total[model, "exact, kernels"] / total[model, "stock"] for model in ("llama", "gpt2", "bert")}
     assert share["llama"] < 0.35 and share["gpt2"] < 0.32 and share["bert"] < 1.25
     assert total["llama", "exact, kernels"] <= 160
+    adapted = {row["mode"]: row["total"] for row in json.loads(WITH_ADAPTERS.read_text())["rows"]}
+    assert adapted["exact, kernels"] < 0.57 * adapted["stock"]
