@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..garbage import frozen_imports
 from . import flags
 from .assumptions import assumed
 from .common import Exit, busy, progress, show
 from .flags import check_name, check_presets, lora_of, precision
-from .process import frozen_imports
 from .quick import check_file
 from .report import Checkpointing, Layers, Preset, host_bytes
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -137,10 +138,9 @@ def _answered(table: EstimateTable, html: Path | None, quick: bool, no_cache: bo
 
 def _computed(table: EstimateTable) -> Answer:
     """Compute the answer, and print it row by row."""
-    with busy(f"estimating {table.model}"):
-        # before `for_estimates`, or each collection goes through all of torch
-        from ..memory.estimation import estimates  # noqa: F401
-    with for_estimates():
+    with ExitStack() as stack:
+        with busy(f"estimating {table.model}"):
+            stack.enter_context(for_estimates())
         _fill(table)
         text = json.dumps(as_data(table), indent=2) if table.as_json else text_of(table)
         typer.echo(text if table.as_json else explanation(table))

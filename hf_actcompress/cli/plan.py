@@ -112,10 +112,10 @@ patch_model(model, plan(model, {arguments}))"""
 
 def _planned(model: str, asked: Mapping[str, Any], options: Mapping[str, Any], as_json: bool) -> Plan:
     """The plan. If none fits, print which changes would fit, and raise DoesNotFitError."""
-    from ..memory.estimation.estimates import Estimates
-    from ..memory.planning.plans import plan as plan_of
-
     with for_estimates():
+        from ..memory.estimation.estimates import Estimates
+        from ..memory.planning.plans import plan as plan_of
+
         try:
             return plan_of(model, **asked, **options)
         except DoesNotFitError:

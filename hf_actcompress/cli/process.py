@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 import sys
@@ -10,31 +9,21 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from ..garbage import frozen_imports, without_collections
+
 _BITSANDBYTES = "bitsandbytes"
 
 
 @contextmanager
 def for_estimates() -> Iterator[None]:
-    """The three contexts below: estimates are made of thousands of small tensors, and run no kernel."""
-    with frozen_imports(), one_thread(), without_bitsandbytes():
-        yield
-
-
-@contextmanager
-def frozen_imports() -> Iterator[None]:
-    """Keep imported objects out of garbage collections, of which each measurement and estimate runs several.
-
-    Garbage that is there already stays until the end: to collect it takes longer than many estimates.
+    """Import what estimates need, and let them take less time: they are made of thousands of small tensors, and run no
+    kernel. Each step collects its own garbage.
     """
-    if gc.get_freeze_count():
-        # the caller has frozen objects, and unfreezes them itself
-        yield
-        return
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
+    with without_collections():
+        from ..memory.estimation import estimates  # noqa: F401
+
+        with frozen_imports(), one_thread(), without_bitsandbytes():
+            yield
 
 
 @contextmanager

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ..garbage import frozen_imports
 from . import flags
 from .assumptions import assumed
 from .common import busy, progress, show, writable, wrote
 from .flags import check_presets, lora_of, precision
-from .process import frozen_imports
 from .quick import check_file
 
 if TYPE_CHECKING:

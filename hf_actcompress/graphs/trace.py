@@ -18,6 +18,7 @@ from torch.func import functionalize
 from torch.fx import Graph, GraphModule, Interpreter, Node, traceback
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+from torch.fx.graph import CodeGen
 from torch.overrides import TorchFunctionMode
 
 from ..compilation import is_traced, traced_plan
@@ -115,8 +116,8 @@ def trace(
         # the call itself says under which autocast it runs; its backward runs without
         sizes = any_sizes() if dynamic else nullcontext()
         with mode, traced_plan(), autocast_off(inputs[-1].device.type), traceback.preserve_node_meta(), sizes:
-            joint.shapes(fake)
-            module = make_fx(joint, _allow_non_fake_inputs=True)(fake, joint.tangents)
+            module = make_fx(joint, _allow_non_fake_inputs=True)(fake)
+            _tangents_are_inputs(module.graph, len(joint.tangents))
             if any(map(is_written, module.graph.nodes)):
                 module = make_fx(_functional(module), _allow_non_fake_inputs=True)(fake, joint.tangents)
     except (NotTraced, torch.OutOfMemoryError):
@@ -136,36 +137,43 @@ def trace(
 
 
 class _Joint:
-    """The function that is traced: (inputs, gradients of outputs) -> (outputs, gradients of inputs)."""
+    """The function that is traced: inputs -> (outputs, gradients of inputs, gradients of outputs)."""
 
     def __init__(self, call: Call, needed: list[bool]) -> None:
         self._call, self._needed = call, needed
         self.tangents: list[Tensor] = []
         self.ungraded: list[int] = []
 
-    def shapes(self, fake: Sequence[Tensor]) -> None:
-        """Run the forward once, to see what it returns."""
-        with _Few():
-            outputs = self._outputs(fake)[1]
-        for i, y in enumerate(outputs):
-            if not y.requires_grad:
-                self.ungraded.append(i)
-            self.tangents.append(torch.empty(y.shape, dtype=y.dtype, device=y.device))
-
-    def _outputs(self, inputs: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    def __call__(self, inputs: list[Tensor]) -> list[Any]:
         given = [x.detach().requires_grad_(needed) for x, needed in zip(inputs, self._needed, strict=True)]
-        with torch.enable_grad(), Replaced(DROPOUTS):
-            return given, self._call(given)
-
-    def __call__(self, inputs: list[Tensor], tangents: list[Tensor]) -> list[Any]:
-        given, outputs = self._outputs(inputs)
-        pairs = [(y, dy) for y, dy in zip(outputs, tangents, strict=True) if y.requires_grad]
+        with torch.enable_grad(), Replaced(DROPOUTS), _Few():
+            outputs = self._call(given)
+        # what shapes they have is known only now; they become inputs of the graph
+        self.tangents = [torch.empty_like(y, memory_format=torch.contiguous_format) for y in outputs]
+        self.ungraded = [i for i, y in enumerate(outputs) if not y.requires_grad]
+        pairs = [(y, dy) for y, dy in zip(outputs, self.tangents, strict=True) if y.requires_grad]
         if not pairs:
             raise NotTraced("nothing that it returns has a gradient")
         wanted = [x for x in given if x.requires_grad]
         found = torch.autograd.grad([y for y, _ in pairs], wanted, [dy for _, dy in pairs], allow_unused=True)
         grads = iter(found)
-        return [*(y.detach() for y in outputs), *(next(grads) if x.requires_grad else None for x in given)]
+        own = [next(grads) if x.requires_grad else None for x in given]
+        return [*(y.detach() for y in outputs), *own, *self.tangents]
+
+
+def _tangents_are_inputs(graph: Graph, count: int) -> None:
+    """Make the last outputs of a graph, which are the gradients of its other outputs, inputs of it."""
+    output, *_, last = graph.output_node(), *graph.find_nodes(op="placeholder")
+    values: list[Any] = list(output.args[0])  # type: ignore[arg-type]
+    output.args = (values[: len(values) - count],)
+    for made in values[len(values) - count :]:
+        with graph.inserting_after(last):
+            last = graph.placeholder(made.name)
+        last.meta = made.meta
+        made.replace_all_uses_with(last)
+        graph.erase_node(made)
+    # inputs and outputs are flat lists, and of others than when it was traced
+    graph.set_codegen(CodeGen())
 
 
 class _Few(TorchFunctionMode):

@@ -98,19 +98,22 @@ ARGUMENT = "="
 
 
 class Store:
-    """The plans of a model's layers. A copy or a pickle of a model begins without plans."""
+    """The plans of a model's layers. A copy or a pickle of a model begins without plans. `any_sizes`: whether a call of
+    new sizes makes a plan for any sizes, whose trace takes several times as long, or one for these sizes alone.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, any_sizes: bool = True) -> None:
+        self.any_sizes = any_sizes
         self._kinds: dict[Hashable, Kind] = {}
         # for each kind, the values of each attribute in its layers
         self._values: dict[Hashable, dict[tuple[str, str], set[Hashable]]] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Store:
-        twin: Store = memo.setdefault(id(self), Store())
+        twin: Store = memo.setdefault(id(self), Store(self.any_sizes))
         return twin
 
     def __reduce__(self) -> Any:
-        return Store, ()
+        return Store, (self.any_sizes,)
 
     def note(self, base: Hashable, attributes: Attributes) -> None:
         """Note a layer of a kind, so that it is known which of its attributes differ from those of its siblings."""
@@ -209,9 +212,9 @@ def _learn(
     slots = tuple(slot._replace(index=_place(slot.index, noted)) for slot, _ in updates)
     sizes = Sizes(joint) if setting.dynamic else None
     rows = None if setting.left_out is None else TokenSizes(joint, setting.left_out is Padding)
-    return Known(_made(joint, setting.again, _others(layer), rows), returned[0], slots, sizes, tuple(made)), {
-        place for place, one in noted.items() if one.used
-    }
+    plan = _made(joint, inputs, setting.again, _others(layer), rows)
+    used = {place for place, one in noted.items() if one.used}
+    return Known(plan, returned[0], slots, sizes, tuple(made)), used
 
 
 def _copied(layer: nn.Module) -> Snapshot:
@@ -240,12 +243,14 @@ def _others(layer: nn.Module) -> Others | None:
     return Others(frozenset(inputs), frozenset(rest), attention=settings_of(layer).codec != IDENTITY)  # type: ignore[union-attr]
 
 
-def _made(joint: Joint, again: Recompute, others: Others | None, rows: TokenSizes | None) -> LayerPlan:
+def _made(
+    joint: Joint, inputs: list[Tensor], again: Recompute, others: Others | None, rows: TokenSizes | None
+) -> LayerPlan:
     """The plan of a joint graph, tried once. Whatever goes wrong: the layer runs module by module."""
     try:
         plan = make_plan(joint, again, others, rows)
         with traced_plan():
-            try_plan(plan, joint)
+            try_plan(plan, joint, inputs)
     except NotTraced:
         raise
     except Exception as error:

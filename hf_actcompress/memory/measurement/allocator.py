@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from ...errors import MeasurementError
+from ...garbage import without_collections
 from ...private_apis import ProfilerEvent
 
 # without this the profiler prints its start and end to stderr; it reads the variable when it is first used
@@ -84,18 +85,6 @@ def collected() -> Iterator[None]:
     gc.collect()
     with without_collections():
         yield
-
-
-@contextmanager
-def without_collections() -> Iterator[None]:
-    """The interpreter collects no garbage by itself while the block runs."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 # (time in ns, address, signed size)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -48,7 +49,7 @@ class Setting:
     kernels: KernelResults = field(default_factory=KernelResults, compare=False, repr=False)
     ops: OpResults = field(default_factory=OpResults, compare=False, repr=False)
     answers: Answers = field(default_factory=dict, compare=False, repr=False)
-    plans: Store = field(default_factory=Store, compare=False, repr=False)
+    plans: Store = field(default_factory=partial(Store, any_sizes=False), compare=False, repr=False)
 
     @property
     def block(self) -> int:

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from ....errors import ActCompressError, ModelConfigError
+from ....garbage import without_collections
 from ....private_apis import FakeTensor, FakeTensorMode, run_backward
 from ....reference.device_rules import under_rules
 from ....roles import Role
-from ...measurement.allocator import loss_of, without_collections
+from ...measurement.allocator import loss_of
 from ...measurement.memory_report import role_of
 from ...measurement.saved_tensors import saved_tensors, storages
 from ..meta_device import ONE_AT_A_TIME
