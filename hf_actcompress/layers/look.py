@@ -9,13 +9,15 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Hashable, Iterator
+from dataclasses import replace
 from types import FunctionType
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from ..codecs import Codec
+from ..codecs import IDENTITY, Codec
+from ..codecs.table import CODECS
 from ..modules.base import HOOKS, Settings, are_wanted, stock_type
 from ..private_apis import hooks_on_every_module
 from ..records import current
@@ -25,6 +27,8 @@ from ..roles import Role
 _INSTEAD = ("forward", "_compiled_call_impl")
 _PLAIN = (bool, int, float, str, type(None))
 _CONTAINERS = (dict, list, tuple, set)
+# stands for every codec that packs
+_ANY = CODECS["int8"]
 _VALUES = (torch.dtype, torch.device, torch.Size)
 # what every module has and does not compute with
 _OF_MODULES = frozenset(vars(nn.Module())) - {"training"}
@@ -137,7 +141,7 @@ def kind_of(layer: nn.Module, asked: tuple[Codec, Codec, bool, bool]) -> tuple[H
     `asked` are the codecs of attention in the layer's own code and of what no patched module keeps, and whether
     products of activations are recomputed.
     """
-    found: list[Any] = [*asked]
+    found: list[Any] = [x if isinstance(x, bool) else x == IDENTITY for x in asked]
     attributes: Attributes = {}
     tensors: dict[int, int] = {}
     modules = list(layer.modules())
@@ -193,7 +197,12 @@ def _described(value: Any) -> Hashable:
     if _has_attributes(value):
         return type(value), tuple((name, _only_plain(item)) for name, item in vars(value).items())
     # layers of one kind have equal settings, and an object for each
-    return value if isinstance(value, Settings) and _is_hashable(value) else Same(value)
+    return _settings(value) if isinstance(value, Settings) and _is_hashable(value) else Same(value)
+
+
+def _settings(settings: Settings) -> Settings:
+    """Settings that are equal for all codecs but the one that changes nothing: each layer runs a plan with its own."""
+    return settings if settings.codec == IDENTITY else replace(settings, codec=_ANY)
 
 
 def _only_plain(value: Any) -> Hashable:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import peft
@@ -12,8 +13,9 @@ from torch import Tensor, nn
 
 from hf_actcompress import patch_model
 from hf_actcompress.layers.noted import Data, Number, class_with
+from hf_actcompress.memory.measurement.allocator import kept_bytes
 from tests.families import BY_NAME, step
-from tests.layers.plans import PLANS, assert_same, plans_of
+from tests.layers.plans import PLANS, assert_same, by_plans, plans_of
 
 LAYERS = 4
 
@@ -40,6 +42,26 @@ def test_layers_with_adapters_share_a_plan(patch_first: bool) -> None:
     step(ours if patch_first else patch_model(ours, PLANS), BY_NAME["llama"].make_batch())
     # the input of the first layer has no gradient
     assert plans_in(ours) == 2
+
+
+def test_layers_share_a_plan_whatever_their_codecs() -> None:
+    """Each keeps what it keeps through its own codec: half of the layers make half of the difference."""
+    fields = ("mlp", "linear", "norm", "attention")
+    packs = {name: tuple((f"layers.{i}", field, "int4") for i in last for field in fields) for name, last in {
+        "int8": (), "half": (2, 3), "int4": (0, 1, 2, 3),
+    }.items()}  # fmt: skip
+    stock, batch = BY_NAME["llama"].build(num_hidden_layers=LAYERS), BY_NAME["llama"].make_batch()
+    kept, grads = {}, {}
+    for name, overrides in packs.items():
+        ours = patch_model(copy.deepcopy(stock), replace(by_plans("int8"), overrides=overrides))
+        grads[name] = step(ours, batch)[1]
+        kept[name] = kept_bytes(lambda model=ours: model(**batch), "cpu")  # type: ignore[misc]
+        assert plans_in(ours) == 1
+    assert 2 * kept["half"] == kept["int8"] + kept["int4"] < 2 * kept["int8"]
+    # the last layer's gradients come from what it keeps alone
+    last = [name for name in grads["half"] if "layers.3" in name]
+    assert last and all(torch.equal(grads["half"][name], grads["int4"][name]) for name in last)
+    assert any(not torch.equal(grads["half"][name], grads["int8"][name]) for name in last)
 
 
 class _State:
