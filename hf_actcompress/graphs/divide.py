@@ -9,9 +9,8 @@ import torch
 from torch import SymInt
 from torch.fx import Graph, GraphModule, Node
 
-from ..compilation.policy import is_view, numel
+from ..compilation.policy import draws_or_writes, is_view, numel
 from ..private_apis.graphs import divided
-from .draws import DRAWN
 from .fewer_views import fewer_views
 from .fused import fuse
 from .opaque_inputs import give_again
@@ -148,7 +147,9 @@ def _view_in_backward(graph: Graph, read: dict[str, Node], x: Node, base: Node, 
 
 
 def tidy(module: GraphModule) -> None:
-    """Remove views of the same shape, what is undone at once, and calls that are there already."""
+    """Remove views of the same shape, what is undone at once, and calls that are there already. Two draws
+    are never one.
+    """
     graph, changed = module.graph, True
     while changed:
         seen: dict[Any, Node] = {}
@@ -157,7 +158,7 @@ def tidy(module: GraphModule) -> None:
             if node.op != "call_function":
                 continue
             same = _same(node)
-            if same is None and node.target not in (DRAWN, state_before):
+            if same is None and not (draws_or_writes(node) or node.target is state_before):
                 same = seen.setdefault((node.target, str(node.args), str(node.kwargs)), node)
             if same is not None and same is not node:
                 node.replace_all_uses_with(same)

@@ -83,6 +83,11 @@ def split_draws(graph: Graph, attention: bool) -> None:
         graph.erase_node(node)
 
 
+def has_unread_draws(graph: Graph) -> bool:
+    """Whether numbers are drawn that nobody reads: divided, the graph would not draw them."""
+    return any(is_drawn(node) and not node.users and not _drops_nothing(node) for node in graph.nodes)
+
+
 def _drops_nothing(node: Node) -> bool:
     """Whether it is an attention without dropout, which torch tags as random, too."""
     names = [argument.name for argument in node.target._schema.arguments]  # type: ignore[union-attr]

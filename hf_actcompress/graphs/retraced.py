@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Interpreter, Node
 
+from ..compilation.policy import is_attention
 from ..private_apis.inductor import random_of, seed_on
 from .draws import DRAWN, DROPPED
-from .redraw import Certain, drawn_from, state_before
+from .redraw import Certain, drawn_from, is_drawn, state_before
 
 aten = torch.ops.aten
 # what this package registers: but for dropout, code that no compiler sees into
@@ -28,6 +29,8 @@ def is_opaque(node: Node) -> bool:
         return node.args[2] not in _OF_SEEDS
     if target is state_before:
         return any(user.target is drawn_from and is_opaque(user) for user in node.users)
+    if is_drawn(node) and target is not DRAWN and not is_attention(node):
+        return target not in _OF_SEEDS
     return target not in (DRAWN, DROPPED) and getattr(target, "namespace", "") == _OURS
 
 
@@ -81,6 +84,10 @@ class Run(Interpreter):
         if target is drawn_from:
             seed, _, op, *rest = args
             return _OF_SEEDS[op](seed, *rest, **kwargs)
+        if target in _OF_SEEDS:
+            # few numbers, which are kept
+            place = args[0].device if isinstance(args[0], Tensor) else torch.device(kwargs.get("device") or "cpu")
+            return _OF_SEEDS[target](seed_on(place), *args, **kwargs)
         return super().call_function(target.op if isinstance(target, Certain) else target, args, kwargs)
 
 

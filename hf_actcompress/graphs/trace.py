@@ -28,7 +28,7 @@ from ..private_apis import FakeTensorMode
 from ..private_apis.graphs import any_sizes, without_logs_of_fakes
 from ..reference.other_generators import OtherGenerators
 from .draws import DROPOUTS
-from .redraw import split_draws
+from .redraw import has_unread_draws, split_draws
 from .replaced import Replaced
 
 aten = torch.ops.aten
@@ -131,6 +131,8 @@ def trace(
     _note_modules(module.graph)
     _without_copies(module.graph)
     _once_each_size(module.graph)
+    if has_unread_draws(module.graph):
+        raise NotTraced("its code draws numbers that it does not use")
     split_draws(module.graph, attention)
     _refuse(module, held)
     return Joint(module, fake, joint.tangents, mode, parameters, tuple(joint.ungraded))
