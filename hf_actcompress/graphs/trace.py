@@ -19,6 +19,7 @@ from torch.fx import Graph, GraphModule, Interpreter, Node, traceback
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.fx.graph import CodeGen
+from torch.fx.node import map_arg
 from torch.overrides import TorchFunctionMode
 
 from ..compilation import is_traced, traced_plan
@@ -243,15 +244,24 @@ def _without_copies(graph: Graph) -> None:
 
 
 def _once_each_size(graph: Graph) -> None:
-    """Let each size be computed once: in a graph for any sizes, several tensors have the same one."""
+    """Let each size be computed once: in a graph for any sizes, several tensors have the same one. A size that later
+    code has turned out to need, such as the width, is a number.
+    """
     first: dict[str, Node] = {}
     for node in list(graph.nodes):
         value = node.meta.get("val")
         if node.op == "call_function" and isinstance(value, torch.SymInt):
-            same = first.setdefault(str(value.node.expr), node)
+            size = value.node.expr
+            same: Any = int(size) if size.is_number else first.setdefault(str(size), node)
             if same is not node:
-                node.replace_all_uses_with(same)
+                _replace(node, same)
                 graph.erase_node(node)
+
+
+def _replace(node: Node, by: Any) -> None:
+    """Let all that read a node read another one, or a number."""
+    for user in list(node.users):
+        user.args, user.kwargs = map_arg((user.args, user.kwargs), lambda x: by if x is node else x)
 
 
 def _refuse(module: GraphModule, held: AbstractSet[int]) -> None:
