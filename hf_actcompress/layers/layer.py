@@ -222,7 +222,7 @@ class PlannedLayer:
         seen = state.looked_at(given)
         arguments = {(ARGUMENT, str(i)) for i in range(len(given.integers)) if i not in seen}
         whole = key[2] is type(None)
-        dynamic = not whole or (bool(others) and self.store.any_sizes)
+        dynamic = not whole or len(others) >= self.store.alone
         setting = TraceSetting(key[0], key[1], dynamic, left_out=None if whole else key[2])
         known, looked = learn(layer, given, setting, differing | arguments)
         if looked:

@@ -98,22 +98,22 @@ ARGUMENT = "="
 
 
 class Store:
-    """The plans of a model's layers. A copy or a pickle of a model begins without plans. `any_sizes`: whether a call of
-    new sizes makes a plan for any sizes, whose trace takes several times as long, or one for these sizes alone.
+    """The plans of a model's layers. A copy or a pickle of a model begins without plans. `alone`: how many sizes of a
+    call get a plan each, before there is one for any sizes, whose trace takes several times as long.
     """
 
-    def __init__(self, any_sizes: bool = True) -> None:
-        self.any_sizes = any_sizes
+    def __init__(self, alone: int = 1) -> None:
+        self.alone = alone
         self._kinds: dict[Hashable, Kind] = {}
         # for each kind, the values of each attribute in its layers
         self._values: dict[Hashable, dict[tuple[str, str], set[Hashable]]] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Store:
-        twin: Store = memo.setdefault(id(self), Store(self.any_sizes))
+        twin: Store = memo.setdefault(id(self), Store(self.alone))
         return twin
 
     def __reduce__(self) -> Any:
-        return Store, (self.any_sizes,)
+        return Store, (self.alone,)
 
     def note(self, base: Hashable, attributes: Attributes) -> None:
         """Note a layer of a kind, so that it is known which of its attributes differ from those of its siblings."""

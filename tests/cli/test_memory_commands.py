@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 import re
@@ -37,15 +38,16 @@ def test_estimate_prints_plain_text_and_says_what_fits(model):
     assert "\x1b" not in result.stdout
 
 
-def test_an_estimate_computes_with_one_thread(model, monkeypatch):
+def test_an_estimate_computes_with_one_thread_and_no_collections(model, monkeypatch):
     """Threads that wait for small probes take more time than the estimate; afterwards the process has its own again."""
     threads: list[int] = []
     stock = estimate_command.rows
     monkeypatch.setattr(torch, "get_num_threads", lambda: 7)
     monkeypatch.setattr(torch, "set_num_threads", threads.append)
-    monkeypatch.setattr(estimate_command, "rows", lambda *args: threads.append(0) or stock(*args))
+
+    monkeypatch.setattr(estimate_command, "rows", lambda *args: threads.append(-gc.isenabled()) or stock(*args))
     assert run("estimate", model, *SIZES, "--preset", "exact").exit_code == Exit.OK
-    assert threads == [1, 0, 7]
+    assert threads == [1, 0, 7] and gc.isenabled()
 
 
 def test_json_has_both_shares_of_every_row(model):

@@ -15,6 +15,7 @@ from hf_actcompress.memory import estimate
 from hf_actcompress.memory.estimation import model_copies
 from hf_actcompress.memory.estimation.estimates import Estimates
 from hf_actcompress.memory.estimation.extrapolation import Extrapolated
+from hf_actcompress.memory.estimation.fake_step.setting import SIZES_ALONE
 from hf_actcompress.memory.estimation.fake_step.step import FakeStep, History
 from hf_actcompress.memory.estimation.growth import Growth, growth_of, peak_with, unit_of
 from hf_actcompress.memory.estimation.guess import largest_batch, widths
@@ -66,16 +67,17 @@ def test_its_bytes_are_those_of_an_estimate_alone(name: str, monkeypatch: pytest
 
 @pytest.mark.parametrize("lora", [None, 4])
 def test_configs_and_batches_share_the_traces_of_layers(lora: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kind of layer is traced once for the first batch and once for all others, whatever the head does."""
+    """A kind of layer is traced once for each of the first batches and once for all others, whatever the head does."""
     traced, learn = [], layer.learn
     monkeypatch.setattr(layer, "learn", lambda *given: traced.append(given) or learn(*given))  # type: ignore[func-returns-value]
     several = Estimates(LLAMA, dtype="bf16", lora=lora)
     configs = [CompressionConfig(), CompressionConfig(loss_head=False), CompressionConfig(logits=True)]
-    for batch in (3, 5, 7):
+    for batch in (3, 5, 7, 9, 11):
         for config in configs:
             several.device_bytes(batch, 32, config)
     # with LoRA the input of the first layer has no gradient
-    assert len(traced) == 2 * (1 if lora is None else 2)
+    kinds = 1 if lora is None else 2
+    assert [given[2].dynamic for given in traced] == [False] * (SIZES_ALONE * kinds) + [True] * kinds
 
 
 # bytes that a layer's backward has allocated at each of its places, beside what is kept

@@ -15,6 +15,9 @@ from .cuda_rules import BLOCK
 from .fake_kernels import KernelResults
 from .op_results import OpResults
 
+# a search for the largest batch looks at two or three
+SIZES_ALONE = 3
+
 
 @dataclass(frozen=True)
 class Setting:
@@ -49,7 +52,7 @@ class Setting:
     kernels: KernelResults = field(default_factory=KernelResults, compare=False, repr=False)
     ops: OpResults = field(default_factory=OpResults, compare=False, repr=False)
     answers: Answers = field(default_factory=dict, compare=False, repr=False)
-    plans: Store = field(default_factory=partial(Store, any_sizes=False), compare=False, repr=False)
+    plans: Store = field(default_factory=partial(Store, alone=SIZES_ALONE), compare=False, repr=False)
 
     @property
     def block(self) -> int:
