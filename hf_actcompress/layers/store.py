@@ -29,7 +29,7 @@ from ..ops import opaque
 from ..ops.kernel_nodes import left_to_a_compiler
 from ..ops.snapshot import Snapshot
 from ..private_apis import without_dispatch_modes, without_saved_tensor_hooks
-from ..private_apis.graphs import code_when_asked
+from ..private_apis.graphs import ONE_TRACE, code_when_asked
 from ..records import Padding
 from ..roles import Role
 from .caches import Slot, is_filled, stand_in
@@ -160,7 +160,7 @@ def learn(
     `places` are those of attributes, by module and name, and of integers among the arguments.
     """
     # what watches the training, such as a counter of operations, sees nothing of it
-    with without_dispatch_modes(), without_saved_tensor_hooks(), code_when_asked():
+    with ONE_TRACE, without_dispatch_modes(), without_saved_tensor_hooks(), code_when_asked():
         try:
             return _learn(layer, given, setting, places)
         except (NotTraced, Unknown) as reason:

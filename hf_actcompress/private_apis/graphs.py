@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import types
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -16,6 +17,9 @@ from torch.fx import GraphModule
 
 from . import min_cut_partition
 
+# Held while a graph is traced. FX replaces `nn.Module.__call__` for all threads meanwhile, and two traces at once
+# could leave a replacement there
+ONE_TRACE = threading.RLock()
 _BUILT_IN = (types.BuiltinFunctionType, type(Tensor.view))
 
 

@@ -1,0 +1,36 @@
+"""Models that make their plans at the same time, each in a thread of its own."""
+
+from __future__ import annotations
+
+import threading
+
+from torch import Tensor, nn
+
+from hf_actcompress import patch_model
+from tests.families import BY_NAME, step
+from tests.layers.plans import PLANS, assert_all_ran
+
+NAMES = ("llama", "bert", "gpt2-gelu-new", "qwen3")
+
+
+def test_plans_are_made_in_threads() -> None:
+    stock = {name: BY_NAME[name].build() for name in NAMES}
+    ours = {name: patch_model(BY_NAME[name].build(), PLANS) for name in NAMES}
+    found: dict[str, dict[str, Tensor]] = {}
+
+    def train(name: str) -> None:
+        found[name] = step(ours[name], BY_NAME[name].make_batch())[1]
+
+    before = nn.Module.__call__
+    threads = [threading.Thread(target=train, args=(name,)) for name in NAMES]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    # a tracer replaces this in all threads
+    assert nn.Module.__call__ is before
+    for name in NAMES:
+        expected = step(stock[name], BY_NAME[name].make_batch())[1]
+        assert found[name].keys() == expected.keys()
+        assert all(found[name][n].equal(x) for n, x in expected.items())
+        assert_all_ran(ours[name])
