@@ -50,5 +50,5 @@ def try_plan(plan: LayerPlan, joint: Joint, given: Sequence[Tensor]) -> None:
 
 
 def _alike(x: Tensor, like: Tensor) -> bool:
-    # one's sizes may be symbols, which must not be compared: that would be a guard
+    # sizes of `like` may be symbols, which must not be compared: that would be a guard
     return x.dtype == like.dtype and x.dim() == like.dim()
