@@ -6,7 +6,7 @@ import logging
 import threading
 import types
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from . import min_cut_partition
 
@@ -66,10 +67,31 @@ def without_logs_of_fakes(wanted: Callable[[], bool]) -> None:
 
 
 def any_sizes() -> AbstractContextManager[Any]:
-    """Inside, ops made of others ask for no size as a number, as torch 2.11's products in C++ do."""
+    """Inside, ops made of others ask for no size as a number.
+
+    Torch 2.11's products in C++ do so without it. Where torch's do not, there is nothing to do: Python's code for
+    composed ops makes interpolation, batch norms and LSTMs of other ops, which round otherwise.
+    """
+    return nullcontext() if _products_take_any_sizes() else _python_dispatcher()
+
+
+def _python_dispatcher() -> AbstractContextManager[Any]:
     from torch._dispatch.python import enable_python_dispatcher
 
     return enable_python_dispatcher()  # type: ignore[no-any-return, no-untyped-call]
+
+
+@cache
+def _products_take_any_sizes() -> bool:
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    open_sizes: Any = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC] * 2 + [DimDynamic.STATIC])
+    x, weight = mode.from_tensor(torch.empty(3, 5, 4), symbolic_context=open_sizes), mode.from_tensor(torch.empty(4, 4))
+    try:
+        with mode:
+            torch.matmul(x, weight)
+    except RuntimeError:
+        return False
+    return True
 
 
 @contextmanager
@@ -78,7 +100,7 @@ def tracing_for_compiler() -> Iterator[None]:
     before = torch.compiler._is_compiling_flag
     torch.compiler._is_compiling_flag = True
     try:
-        with any_sizes():
+        with _python_dispatcher():
             yield
     finally:
         torch.compiler._is_compiling_flag = before

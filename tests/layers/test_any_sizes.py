@@ -1,0 +1,69 @@
+"""From the second sizes on a plan serves any sizes: its ops are stock's, and no composition of others."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from hf_actcompress import patch_model
+from tests.layers.plans import plans_of
+
+CHANNELS = 4
+Op = Callable[[Tensor], Tensor]
+OPS: dict[str, Op] = {
+    **{mode: partial(F.interpolate, scale_factor=2, mode=mode) for mode in ("bilinear", "nearest", "bicubic")},
+    "bilinear corners": partial(F.interpolate, scale_factor=2, mode="bilinear", align_corners=True),
+    "to a size": lambda x: F.interpolate(x, size=(2 * x.size(2), 2 * x.size(3)), mode="bilinear"),
+    "pooled": lambda x: F.interpolate(F.avg_pool2d(x, 2, ceil_mode=True), size=x.shape[2:], mode="bilinear"),
+    "shuffled": lambda x: F.pixel_shuffle(torch.cat([x, x, x.abs(), x], 1), 2),
+    "group norm": lambda x: F.group_norm(x, 2),
+    "softmax": lambda x: F.softmax(x.flatten(2), -1).view(x.shape),
+}
+# calls by plans, where torch asks for a given size as a number: only the first sizes have one
+CALLS = {"to a size": 1, "pooled": 2}
+
+
+class Scaled(nn.Module):
+    """A convolution, and an op of its output."""
+
+    def __init__(self, op: Op) -> None:
+        super().__init__()
+        self.mix, self.back, self.op = nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1), nn.Conv2d(CHANNELS, CHANNELS, 1), op
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.back(self.op(F.gelu(self.mix(x))))
+
+
+class Pictures(nn.Module):
+    def __init__(self, op: Op) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Scaled(op), Scaled(op)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_stocks_bits_for_any_sizes(op: str) -> None:
+    torch.manual_seed(0)
+    stock = Pictures(OPS[op]).train()
+    ours = patch_model(copy.deepcopy(stock))
+    for size in ((6, 6), (8, 10), (9, 7)):
+        x = torch.randn(2, CHANNELS, *size)
+        found = []
+        for model in (ours, stock):
+            given = x.clone().requires_grad_()
+            loss = model(given)
+            loss.backward()
+            found.append([loss.detach(), given.grad, *(p.grad for p in model.parameters())])
+            model.zero_grad()
+        assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    assert sum(plans.calls for plans in plans_of(ours)) == CALLS.get(op, 6)
