@@ -12,8 +12,6 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from hf_actcompress.memory.measurement.allocator import measure_step
-
 RECIPES = Path(__file__).parents[2] / "recipes"
 pytestmark = pytest.mark.slow
 
@@ -91,26 +89,22 @@ def test_packed_batches(tmp_path: Path) -> None:
     assert "| patched |" in (tmp_path / "packed.md").read_text()
 
 
-def _scratch(rows: int, inner: int, columns: int) -> int:
-    """The bytes that a product in bf16 allocates besides its result; none on a CPU without instructions for bf16."""
-    a, b = torch.ones(rows, inner, dtype=torch.bfloat16), torch.ones(inner, columns, dtype=torch.bfloat16)
-    return measure_step(lambda: a @ b, "cpu").peak_bytes - 2 * rows * columns
-
-
 @pytest.mark.daily(3)
 def test_working_peak(tmp_path: Path) -> None:
-    """The peaks without products are those with them, except for the scratch memory of a kernel."""
+    """The peaks without products are those with them. Kernels of oneDNN have scratch memory, as much as a CPU's
+    instructions ask for.
+    """
     found = []
     for extra in ([], ["--products"]):
         sizes = ["--hidden", "128", "--tokens", "1024", "--tiles", "32"]
-        assert importlib.import_module("working_peak").main([*sizes, *extra, "--out", str(tmp_path)]) == 0
+        with torch.backends.mkldnn.flags(enabled=False):
+            assert importlib.import_module("working_peak").main([*sizes, *extra, "--out", str(tmp_path)]) == 0
         found.append(json.loads((tmp_path / "working_peak.json").read_text())["rows"])
     stock, tiles = found[0]["stock"], found[0]["tiles of 32 rows"]
-    scratch = max(_scratch(*sizes) for sizes in ((448, 32, 128), (128, 32, 448), (32, 448, 128), (1024, 128, 448)))
     for name, row in found[0].items():
         for column, peak in row.items():
             expected = found[1][name][column]
-            assert 0.99 * expected - scratch / (1024 * 128) <= peak <= 1.01 * expected, (name, column)
+            assert 0.99 * expected <= peak <= 1.01 * expected, (name, column)
     assert tiles["MLP frozen"] < 0.2 * stock["MLP frozen"] and tiles["frozen"] < stock["frozen"]
     last = found[1]["tiles of 32 rows"]["MLP frozen"]
     assert f"| {last:.1f} |" in (tmp_path / "working_peak.md").read_text()
