@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .compiling import is_compiling
 from .errors import KernelUnavailableError, UnknownOptionError
 from .kernels import BITWISE, KERNELS, POINTWISE, TIMED, TORCH_HAS, lacks_bf16
 from .kernels.fallback import with_fallback
@@ -97,7 +98,7 @@ def runs_kernel(name: str, x: Tensor, row: str | None = None) -> bool:
         return True
     # the reference while a graph is traced: a compiler fuses it with its neighbours and may recompute it, which it
     # cannot do with a kernel of ours
-    if _choice != "auto" or name not in KERNELS or torch.compiler.is_compiling():
+    if _choice != "auto" or name not in KERNELS or is_compiling():
         return False
     if name in TIMED and not _may_time():
         return False
@@ -190,7 +191,7 @@ def _unfit(x: Tensor) -> str | None:
 
 def _require(name: str, x: Tensor) -> None:
     """Raise unless the kernel can run on x."""
-    if torch.compiler.is_compiling():
+    if is_compiling():
         return
     reason = _unfit(x) or _without(name, x.device)
     if reason:

@@ -24,6 +24,7 @@ HEADS = {PACKAGE / "methods" / "__init__.py", *(PACKAGE / "methods").glob("*/__i
 
 # a part imports only from itself and from lower levels; parts of the same level do not import each other
 LEVELS: tuple[tuple[str, ...], ...] = (
+    ("compiling",),
     ("errors", "garbage", "private_apis", "roles", "versions"),
     ("config_file",),
     # a formula over data, which imports no torch

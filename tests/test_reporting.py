@@ -98,7 +98,7 @@ def test_roles_name_fields_of_a_config_and_groups_of_a_plan() -> None:
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_codecs_have_the_names_of_the_config(preset: str) -> None:
-    """Also those that learn something for their module; by these names compiled graphs find them."""
+    """That holds for codecs that learn something for their module; by these names compiled graphs find them."""
     model = patch_model(BY_NAME["llama"].build(), preset)
     codecs = {row.name: row.codec for row in patch_report(model).patched}
     for layer, field in (("mlp.down_proj", "linear"), ("input_layernorm", "norm")):

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..compiling import is_compiling
 from ..reference.device_rules import device_rules
 from ..reference.rng import Generators
 from .codec import Codec
@@ -78,7 +79,7 @@ class Offload(Codec):
     def pack(self, x: Tensor) -> tuple[tuple[Tensor, ...], object]:
         tensors, meta = self.inner.pack(x)
         host = tuple(_to_host(t.detach()) for t in tensors)
-        lane = None if torch.compiler.is_compiling() else lane_of(x.device)
+        lane = None if is_compiling() else lane_of(x.device)
         return host, OffloadedMeta(meta, x.device, lane.leave(host) if lane is not None else None)
 
     def unpack(self, tensors: tuple[Tensor, ...], meta: object) -> Tensor:
@@ -131,7 +132,7 @@ def _to_host(x: Tensor) -> Tensor:
     rules = device_rules()
     if rules is not None:
         return rules.to_host(x)
-    if not x.is_cuda or torch.compiler.is_compiling():
+    if not x.is_cuda or is_compiling():
         # streams cannot be traced
         return x.to("cpu", copy=True)
     side = _side_stream(x.device)

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..compiling import is_compiling
 from ..private_apis import traced_for_any_size, transforms_or_export
 
 _log = logging.getLogger(__name__)
@@ -51,7 +52,7 @@ _tracing = _Tracing()
 
 def is_traced() -> bool:
     """Whether a patched module runs to be traced: by a compiler, or for the plan of a layer."""
-    return torch.compiler.is_compiling() or _tracing.on
+    return is_compiling() or _tracing.on
 
 
 def is_traced_plan() -> bool:

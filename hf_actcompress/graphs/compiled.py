@@ -20,6 +20,7 @@ from ..compilation.functional import functional
 from ..compilation.policy import made_of
 from ..ops.autocast import autocast_off
 from ..private_apis import without_dispatch_modes, without_saved_tensor_hooks
+from ..private_apis.graphs import ONE_TRACE
 from ..private_apis.inductor import Boxed, inductor_code
 from .backward import Part, Stops
 from .code import forward_code
@@ -154,6 +155,7 @@ def _alone(values: Sequence[Any]) -> ExitStack:
     """A context in which nothing of what is around a call is traced or compiled with it."""
     device = next((x.device.type for x in values if isinstance(x, Tensor)), "cpu")
     stack = ExitStack()
-    for context in (torch.no_grad(), without_dispatch_modes(), without_saved_tensor_hooks(), autocast_off(device)):
+    modes = without_dispatch_modes(), without_saved_tensor_hooks(), autocast_off(device)
+    for context in (ONE_TRACE, torch.no_grad(), *modes):
         stack.enter_context(context)
     return stack

@@ -6,9 +6,8 @@ that they keep (`compilation/marks.py`), as they do for a compiler.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,11 +25,11 @@ from ..compilation import is_traced, traced_plan
 from ..compilation.policy import is_attention
 from ..ops.autocast import autocast_off
 from ..private_apis import FakeTensorMode
-from ..private_apis.graphs import any_sizes, without_logs_of_fakes
+from ..private_apis.graphs import without_logs_of_fakes
 from ..reference.other_generators import OtherGenerators
 from .draws import DROPOUTS
 from .redraw import has_unread_draws, split_draws
-from .replaced import Replaced
+from .replaced import PRODUCTS, Replaced
 
 aten = torch.ops.aten
 # nodes that are the same tensor as their input
@@ -112,11 +111,11 @@ def trace(
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(duck_shape=False) if dynamic else None)
     mode.cache_enabled = not dynamic
     fake = [_fake(mode, x, dynamic and i >= parameters) for i, x in enumerate(inputs)]
-    joint, generators = _Joint(call, [x.requires_grad for x in inputs]), OtherGenerators()
+    replaced = {**DROPOUTS, **PRODUCTS} if dynamic else DROPOUTS
+    joint, generators = _Joint(call, [x.requires_grad for x in inputs], replaced), OtherGenerators()
     try:
         # the call itself says under which autocast it runs; its backward runs without
-        sizes = any_sizes() if dynamic else nullcontext()
-        with mode, traced_plan(), autocast_off(inputs[-1].device.type), traceback.preserve_node_meta(), sizes:
+        with mode, traced_plan(), autocast_off(inputs[-1].device.type), traceback.preserve_node_meta():
             module = make_fx(joint, _allow_non_fake_inputs=True)(fake)
             _tangents_are_inputs(module.graph, len(joint.tangents))
             if any(map(is_written, module.graph.nodes)):
@@ -142,14 +141,14 @@ def trace(
 class _Joint:
     """The function that is traced: inputs -> (outputs, gradients of inputs, gradients of outputs)."""
 
-    def __init__(self, call: Call, needed: list[bool]) -> None:
-        self._call, self._needed = call, needed
+    def __init__(self, call: Call, needed: list[bool], replaced: Mapping[Any, Any]) -> None:
+        self._call, self._needed, self._replaced = call, needed, replaced
         self.tangents: list[Tensor] = []
         self.ungraded: list[int] = []
 
     def __call__(self, inputs: list[Tensor]) -> list[Any]:
         given = [x.detach().requires_grad_(needed) for x, needed in zip(inputs, self._needed, strict=True)]
-        with torch.enable_grad(), Replaced(DROPOUTS), _Few():
+        with torch.enable_grad(), Replaced(self._replaced), _Few():
             outputs = self._call(given)
         # what shapes they have is known only now; they become inputs of the graph
         self.tangents = [torch.empty_like(y, memory_format=torch.contiguous_format) for y in outputs]

@@ -23,6 +23,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import libdevice
 
+from ..compiling import is_compiling
 from .activation import STOCKS, inputs
 from .common import DTYPES, INTERPRETED, POINTWISE_TILE, POINTWISE_WARPS, cast, cdiv, divide, exp, on, sigmoid, widened
 from .launch import CachedLaunches
@@ -155,7 +156,7 @@ def _one_pass(tensors: list[Tensor], stock: Callable[[Tensor], Tensor], kind: st
     gate, up = tensors[0], tensors[-1]
     fit = kind in FORMS and gate.dtype in NARROW and up.dtype == gate.dtype and up.shape == gate.shape
     # when a graph is traced, a compiler fuses stock's ops
-    if not fit or gate.numel() == 0 or type(up) is not Tensor or torch.compiler.is_compiling():
+    if not fit or gate.numel() == 0 or type(up) is not Tensor or is_compiling():
         return None
     matrices = _rows_where_they_are(tensors)
     form = None if matrices is None else shown_form(stock, kind, gate.dtype, gate.device, len(tensors) == 2)

@@ -18,6 +18,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import libdevice
 
+from ..compiling import is_compiling
+
 # the reference handles wider rows of a norm
 WIDEST_ROW = 16384
 # up to this width a row is held in registers, together with sums over the rows; a backward goes through wider rows in
@@ -116,7 +118,7 @@ def traced(
 
         @functools.wraps(launch)
         def call(*args: Any) -> Any:
-            return operator(*args) if torch.compiler.is_compiling() else launch(*args)
+            return operator(*args) if is_compiling() else launch(*args)
 
         return call
 

@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..compiling import is_compiling
 from ..reference.linear_cross_entropy import by_rows_fwd, chunked_bwd
 from ..reference.logits_chunks import Pointwise
 from .common import STRICT, as_rows, cast, cdiv, exp, next_power_of_2, on, traced
@@ -89,7 +90,7 @@ def _softmax_grad(
     y: Tensor, target: Tensor, start: int, maximum: Tensor, log_sum: Tensor, scale: Tensor, in_place: bool
 ) -> Tensor:
     """The gradient, in y if y may be overwritten and no graph is traced (an operator must not get a tensor twice)."""
-    dy = y if in_place and y.is_contiguous() and not torch.compiler.is_compiling() else y.new_empty(y.shape)
+    dy = y if in_place and y.is_contiguous() and not is_compiling() else y.new_empty(y.shape)
     _softmax_grad_into(y, dy, target, start, maximum, log_sum, scale)
     return dy
 

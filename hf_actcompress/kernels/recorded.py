@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
+from ..compiling import is_compiling
 from . import launch
 from .watched import Record, record_of
 
@@ -37,7 +38,7 @@ def recorded(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def call(*args: Any, **words: Any) -> Any:
-        if words or torch.compiler.is_compiling() or not launch.enabled:
+        if words or is_compiling() or not launch.enabled:
             return function(*args, **words)
         tensors: list[Tensor] = []
         form = _form(args, tensors)

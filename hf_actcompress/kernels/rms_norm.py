@@ -1,9 +1,8 @@
 """RMSNorm: forward, rebuild and backward.
 
-Forward and rebuild are bit-equal to the reference on the same device. Every step of the kernels has one correctly
-rounded result, except the mean of squares. One kernel sums it in the order of torch's reduction on a GPU
-(ATen/native/cuda/Reduce.cuh), if a probe at that width found torch's bits on the device; otherwise torch sums.
-The backward computes in fp32 and rounds once per result, where the reference rounds as stock's graph does.
+Forward and rebuild are bit-equal to the reference on one device: every step has one correctly rounded result, except
+the mean of squares. One kernel sums it in the order of torch's reduction (ATen/native/cuda/Reduce.cuh), if a probe at
+that width found torch's bits on the device; otherwise torch sums. The backward rounds once per result.
 """
 
 from __future__ import annotations
@@ -18,8 +17,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..compiling import is_compiling
 from ..reference import rms_norm as reference
-from .common import (  # fmt: skip
+from .common import (
     DTYPES,
     POINTWISE_LAUNCH,
     POINTWISE_TILE,
@@ -171,7 +171,7 @@ def _repeats_torch(x: Tensor) -> bool:
     width = x.size(-1) if x.dim() else 0
     # for other rows torch's loads are not of four elements, or not aligned to four
     fits = 128 <= width <= WIDEST_ROW and width % 4 == 0 and x.numel() > 0
-    if not x.is_cuda or not fits or not x.is_contiguous() or torch.compiler.is_compiling():
+    if not x.is_cuda or not fits or not x.is_contiguous() or is_compiling():
         return False
     rows = x.numel() // width
     key = x.device, x.dtype, width, _reduction_block(rows, width)

@@ -273,7 +273,7 @@ class PlannedLayer:
 def _kind_of(layer: nn.Module) -> tuple[Hashable, Attributes]:
     settings = settings_of(layer)
     assert isinstance(settings, LayerSettings)
-    return kind_of(layer, (settings.codec, settings.other, settings.selective, settings.compile))
+    return kind_of(layer, settings.of_plan)
 
 
 def _frozen(key: Any) -> Hashable:

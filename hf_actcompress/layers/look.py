@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from ..codecs import IDENTITY, Codec
+from ..codecs import IDENTITY
 from ..codecs.table import CODECS
 from ..modules.base import HOOKS, Settings, are_wanted, stock_type
 from ..private_apis import hooks_on_every_module
@@ -135,13 +135,12 @@ class Same:
         return id(self.value)
 
 
-def kind_of(layer: nn.Module, asked: tuple[Codec, Codec, bool, bool]) -> tuple[Hashable, Attributes]:
+def kind_of(layer: nn.Module, asked: tuple[bool, ...]) -> tuple[Hashable, Attributes]:
     """What makes two layers of one kind, and those of their attributes that may differ nevertheless.
 
-    `asked` are the codecs of attention in the layer's own code and of what no patched module keeps, and whether
-    products of activations are recomputed.
+    `asked` is what the layer's own settings decide about its plan.
     """
-    found: list[Any] = [x if isinstance(x, bool) else x == IDENTITY for x in asked]
+    found: list[Any] = [*asked]
     attributes: Attributes = {}
     tensors: dict[int, int] = {}
     modules = list(layer.modules())

@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from .. import compilation
 from ..codecs import IDENTITY, Codec
+from ..compiling import is_compiling
 from ..models.checkpointing import is_plain
 from ..modules.base import ModuleMixin, Settings, has_hooks
 from ..modules.checkpoint import (
@@ -31,7 +31,7 @@ from ..records import checkpointed as is_checkpointed
 
 @dataclass(frozen=True, kw_only=True)
 class LayerSettings(Settings):
-    """Also a layer's plans, and how it is checkpointed.
+    """The settings of a layer: its plans, and how it is checkpointed.
 
     Args:
         plans: The plans.
@@ -48,6 +48,11 @@ class LayerSettings(Settings):
     other: Codec = IDENTITY
     selective: bool = True
     compile: bool = False
+
+    @property
+    def of_plan(self) -> tuple[bool, ...]:
+        """What these settings decide about a plan, which layers with other codecs run, too."""
+        return self.codec != IDENTITY, self.other != IDENTITY, self.selective, self.compile
 
 
 class PlannedLayerMixin(ModuleMixin):
@@ -73,11 +78,11 @@ class PlannedLayerMixin(ModuleMixin):
     def _gradient_checkpointing_func(self) -> Callable[..., Any]:
         settings = self.actcompress
         kept = None if settings is None else settings.kept
-        if settings is not None and kept is None and torch.compiler.is_compiling():
+        if settings is not None and kept is None and is_compiling():
             # torch 2.11 cannot trace a look into __dict__ for the name of a property
             return settings.function  # type: ignore[no-any-return]
         checkpoint = function_of(self, kept)
-        if settings is None or torch.compiler.is_compiling():
+        if settings is None or is_compiling():
             return checkpoint
         # a checkpoint function other than torch's plain one runs unchanged, as the user has set it up
         plain = is_plain(self.__dict__[CHECKPOINT_FUNCTION])

@@ -17,6 +17,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from .. import compilation, ops
 from ..codecs import IDENTITY, Codec
 from ..codecs.table import CODECS, FOR_UNSCALED_SCORES
+from ..compiling import is_compiling
 from ..config import CompressionConfig
 from ..methods.chosen_tokens.model_keys_and_values import keys_and_values
 from ..modules.attention import ATTENTION_NAME, AttentionSettings, renamed
@@ -259,7 +260,7 @@ def _traced(
     name = settings.codec_name
     q, k, v = (compilation.keep(x, compilation.part_of(name, part)) for part, x in zip("qkv", qkv, strict=True))
     out = stock(q, k, v, mask, bias)
-    if bias is not None and name != compilation.PLAIN and not torch.compiler.is_compiling():
+    if bias is not None and name != compilation.PLAIN and not is_compiling():
         # scores may be large, and statistics do not fit rounded ones: module by module it runs again in backward
         raise NotImplementedError("attention with a bias and a codec is not for plans")
     if settings.keeps == "recomputed":

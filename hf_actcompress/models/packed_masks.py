@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, masking_utils
 
+from ..compiling import is_compiling
 from ..modules.base import PLAIN_TENSORS, stock_type
 from ..ops import PackedMask
 from ..private_apis import transforms_or_export
@@ -196,7 +197,7 @@ def _window(reach: int | None, causal: bool) -> int | None:
 
 def _is_plain(given: dict[str, Any], call: _Call, causal: bool) -> bool:
     """Whether the mask depends on positions and padding alone."""
-    if torch.compiler.is_compiling() or given.get("attention_mask") is not call.mask:
+    if is_compiling() or given.get("attention_mask") is not call.mask:
         return False
     positions = given.get("position_ids")
     if causal and call.positions is not None and positions is not None and positions is not call.positions:

@@ -24,6 +24,7 @@ from transformers.loss.loss_utils import LOSS_MAPPING
 
 from .. import compilation
 from ..codecs.table import CODECS
+from ..compiling import is_compiling
 from ..config import CompressionConfig
 from ..methods.chosen_tokens.model import choice_of_call, choosing
 from ..methods.gact.model import refresh_bits
@@ -108,9 +109,9 @@ class PatchedForward:
         if args and args[0] is self.model:
             # accelerate's `unwrap_model(model, keep_fp32_wrapper=False)` binds what it finds as if it were a function
             args = args[1:]
-        if self.active and self.config.tokens < 1 and torch.compiler.is_compiling():
+        if self.active and self.config.tokens < 1 and is_compiling():
             return self._not_compiled(*args, **kwargs)
-        if torch.compiler.is_compiling():
+        if is_compiling():
             return self._traced(args, kwargs)
         if not self.active:
             return self._stock()(*args, **kwargs)

@@ -6,8 +6,7 @@ import copy
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
-
+from ..compiling import is_compiling
 from .base import ModuleMixin, Settings
 
 # under these names models/ registers our functions in transformers' attention interface
@@ -76,7 +75,7 @@ def renamed(config: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionSettings(Settings):
-    """Also what an attention module needs of its config.
+    """The settings of attention, and what it needs of its module's config.
 
     Attributes:
         config: The module's own, which the mixin shadows.
@@ -103,7 +102,7 @@ class AttentionMixin(ModuleMixin):
         settings = self.actcompress
         if settings is None:
             return self.__dict__["config"]
-        if torch.compiler.is_compiling():
+        if is_compiling():
             # torch 2.11 cannot trace a look into __dict__ for the name of a property
             named = settings.renamed is not None and settings.config._attn_implementation == settings.kind
             return settings.renamed if named else settings.config

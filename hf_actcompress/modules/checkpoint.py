@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from .. import compilation, ops
 from ..codecs import IDENTITY, Codec
+from ..compiling import is_compiling
 from ..records import kept_through
 from .base import PatchedModule, Settings, recording
 
@@ -70,7 +70,7 @@ def forward_after_unpatching(layer: Any, *args: Any, **kwargs: Any) -> Any:
 
 def function_of(layer: Any, settings: CheckpointSettings | None) -> Callable[..., Any]:
     """The checkpoint function that a layer was given, made to keep what the settings say, if there are settings."""
-    if settings is not None and torch.compiler.is_compiling():
+    if settings is not None and is_compiling():
         # torch 2.11 cannot trace a look into __dict__ for the name of a property
         return partial(_checkpoint, settings.function, settings)
     if CHECKPOINT_FUNCTION not in layer.__dict__:
@@ -86,7 +86,7 @@ def _checkpoint(
     packable = isinstance(x, Tensor) and x.is_floating_point() and x.numel()
     if not packable or not recording(x):
         return checkpoint(layer, x, *args)
-    if torch.compiler.is_compiling():
+    if is_compiling():
         return checkpoint(layer, compilation.keep(x, settings.codec_name), *args)
     region = ops.Region(layer) if settings.keeps == WITH_ATTENTION else None
     with kept_through(settings.codec, x) if settings.codec != IDENTITY else nullcontext():

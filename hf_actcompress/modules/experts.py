@@ -24,7 +24,7 @@ GROUPED = "grouped_mm"
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertsSettings(Settings):
-    """Also stock's grouped products for weights that lie in memory as this module's do."""
+    """The settings of experts: stock's grouped products for weights that lie in memory as this module's do."""
 
     products: GroupedProducts
 

@@ -19,7 +19,7 @@ from .tiled import TiledMixin, TiledSettings
 
 @dataclass(frozen=True, kw_only=True)
 class GatedMLPSettings(TiledSettings):
-    """Also the names of a gated MLP's children, in the order that its mixin expects."""
+    """A gated MLP's settings: the names of its children, in the order that its mixin expects."""
 
     children: tuple[str, ...]
 

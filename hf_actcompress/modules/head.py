@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .. import compilation, ops
+from ..compiling import is_compiling
 from ..ops.autocast import autocast_dtype
 from ..private_apis import innermost_saved_tensor_hooks
 from .base import Settings, keeps_for_backward, only_tensor
@@ -62,7 +63,7 @@ class HeadMixin(LinearMixin):
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         x, settings = only_tensor(args, kwargs), self.actcompress
-        if torch.compiler.is_compiling():
+        if is_compiling():
             y: Tensor = super().forward(*args, **kwargs)
             return compilation.recompute(y) if settings is not None and keeps_for_backward(y) else y
         if x is None or settings is None or not self._defers():

@@ -11,9 +11,9 @@ from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 
+from ..compiling import is_compiling
 from ..private_apis import hooks_on_every_module
 from ..records import forget, tensors_in
 from .base import HOOKS
@@ -78,6 +78,6 @@ def _forget_input(module: nn.Module, args: Any, kwargs: Any) -> None:
 
 
 def _forget(given: Any) -> None:
-    if not torch.compiler.is_compiling():
+    if not is_compiling():
         for x in tensors_in(given):
             forget(x)

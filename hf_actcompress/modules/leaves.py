@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from .. import compilation, ops
 from ..codecs import IDENTITY
+from ..compiling import is_compiling
 from ..methods.derivative.op import activation_derivative
 from ..methods.fewbit.op import activation_fewbit
 from ..methods.fewbit.reference import TABLE_OPTIONS
@@ -57,7 +58,7 @@ class LinearMixin(_Module):
         transposed = settings.kind == "transposed"
         if not takes_gradient(x, weight, bias):
             return linear_fwd(x, weight, bias, transposed)
-        if torch.compiler.is_compiling() and compilation.any_length():
+        if is_compiling() and compilation.any_length():
             return self._untraced(x)  # type: ignore[no-any-return]
         derive = settings.keeps == "input"
         compute = partial(ops.linear, x, weight, bias, transposed=transposed, codec=settings.codec, derive=derive)
@@ -88,7 +89,7 @@ class OwnLinearMixin(_Module):
 
 @dataclass(frozen=True, kw_only=True)
 class ConvSettings(Settings):
-    """Also a convolution's stride, padding and dilation, in pixels, and its groups, and the attributes that say so."""
+    """A convolution's settings: stride, padding, dilation (in pixels) and groups, and the attributes that say so."""
 
     geometry: ConvGeometry
     found_with: FoundWith
@@ -113,7 +114,7 @@ class Conv2dMixin(_Module):
             return self._conv_forward(x, weight, bias)  # type: ignore[operator, no-any-return]
         if compilation.is_traced() and derive:
             return self._conv_forward(compilation.offer(x, name), weight, bias)  # type: ignore[operator, no-any-return]
-        if torch.compiler.is_compiling() and compilation.any_length():
+        if is_compiling() and compilation.any_length():
             return self._untraced(x)  # type: ignore[no-any-return]
         return recalled(x, partial(ops.conv2d, x, weight, bias, settings.geometry, codec=codec, derive=derive))
 
@@ -142,7 +143,7 @@ class LayerNormMixin(_Module):
 
 @dataclass(frozen=True, kw_only=True)
 class RMSNormSettings(Settings):
-    """Also the name of an RMSNorm's eps attribute, and whether it has a weight.
+    """An RMSNorm's settings: the name of its eps attribute, and whether it has a weight.
 
     `pairs` are the dtypes of input and weight for which the formula was shown to hold; None stands for all of them.
     """
@@ -177,7 +178,7 @@ class RMSNormMixin(_Module):
 
 @dataclass(frozen=True, kw_only=True)
 class ActivationSettings(Settings):
-    """Also the names of the attributes that hold the constants of an activation's row, such as a slope or bounds.
+    """An activation's settings: the attributes that hold the constants of its row, such as a slope or bounds.
 
     Each forward reads the constants. With others of the other attributes the module computes another function.
     """
@@ -239,7 +240,7 @@ class ActivationMixin(_Module):
             return super().forward(*args, **kwargs)  # type: ignore[no-any-return]
         if compilation.is_traced() and settings.keeps == "input":
             return self._traced(x, settings)
-        if torch.compiler.is_compiling() and compilation.any_length():
+        if is_compiling() and compilation.any_length():
             return self._untraced(x)  # type: ignore[no-any-return]
         found = as_it_is(self)
         if found is None:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..codecs import IDENTITY, Codec
 from ..codecs.feature_maps import on_feature_maps
+from ..compiling import is_compiling
 from ..dispatch import implementation
 from ..records import Record, Stored, applied, dropping, is_dropped, load_packed, parameter, save
 from ..reference import ConvGeometry
@@ -57,7 +58,7 @@ class Conv2dFunction(torch.autograd.Function):
 
 def _record_of_maps(x: Tensor, dtype: torch.dtype, codec: Codec, derive: bool) -> Record:
     """The record of x with all rows, because the second dimension of x is channels and not tokens."""
-    if torch.compiler.is_compiling():
+    if is_compiling():
         # in a graph nothing is dropped, and Dynamo does not trace a Function that changes a state
         return input_record(x, dtype, codec, derive)
     with dropping(None):

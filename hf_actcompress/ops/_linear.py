@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ..codecs import IDENTITY, Codec
+from ..compiling import is_compiling
 from ..dispatch import implementation
 from ..private_apis import not_a_view
 from ..records import Record, Stored, applied, encoded, load_packed, parameter, record_of, save
@@ -107,7 +108,7 @@ def no_view(y: Tensor) -> Tensor:
     A linear layer with a bias returns a view of the product over rows. Autograd forbids in-place writes to a view that
     a Function returned, and model code writes in place (``Sequential(Linear, ReLU(inplace=True))``, adapters).
     """
-    return y if torch.compiler.is_compiling() else not_a_view(y)
+    return y if is_compiling() else not_a_view(y)
 
 
 def input_record(x: Tensor, dtype: torch.dtype, codec: Codec, derive: bool) -> Record:

@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..compiling import is_compiling
+
 _NOTHING = nullcontext()
 _has_autocast = cache(torch.amp.is_autocast_available)
 
@@ -23,7 +25,7 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
 def autocast_on(device: str) -> torch.dtype | None:
     """The dtype of autocast on a type of device; None where it is off."""
     # torch 2.11 cannot trace this check, and every device that we compile for has autocast
-    available = torch.compiler.is_compiling() or _has_autocast(device)
+    available = is_compiling() or _has_autocast(device)
     return torch.get_autocast_dtype(device) if available and torch.is_autocast_enabled(device) else None
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from ..compiling import is_compiling
 from ..private_apis import without_torch_function
 from ..records import applied
 from .deferred_values import IN_PLACE, DeferredOp, Values
@@ -98,7 +99,7 @@ class DeferredLogits(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if torch.compiler.is_compiling():
+        if is_compiling():
             return _on_values(func, args, kwargs or {})
         if func in _READS:
             with without_torch_function():

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..compiling import is_compiling
 from ..private_apis import delayed_error
 from ..private_apis.batching import as_batch, is_batched, outside_of_batch, samples_in
 from .autocast import autocast_off, device_under_autocast
@@ -36,7 +37,7 @@ def once_differentiable(backward: Callable[..., Any], always: bool = False) -> C
     def once(ctx: Any, *grads: Tensor | None) -> Any:
         if not always and all([dy is None for dy in grads]):
             return (None,) * len(ctx.needs_input_grad)
-        if torch.compiler.is_compiling():
+        if is_compiling():
             return backward(ctx, *grads)
         device = device_under_autocast(grads)
         if device is not None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import threading
 import types
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any
 
@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from . import min_cut_partition
 
@@ -67,40 +66,7 @@ def without_logs_of_fakes(wanted: Callable[[], bool]) -> None:
 
 
 def any_sizes() -> AbstractContextManager[Any]:
-    """Inside, ops made of others ask for no size as a number.
-
-    Torch 2.11's products in C++ do so without it. Where torch's do not, there is nothing to do: Python's code for
-    composed ops makes interpolation, batch norms and LSTMs of other ops, which round otherwise.
-    """
-    return nullcontext() if _products_take_any_sizes() else _python_dispatcher()
-
-
-def _python_dispatcher() -> AbstractContextManager[Any]:
+    """Inside, ops made of others ask for no size as a number, because Python's code composes them, not torch's."""
     from torch._dispatch.python import enable_python_dispatcher
 
     return enable_python_dispatcher()  # type: ignore[no-any-return, no-untyped-call]
-
-
-@cache
-def _products_take_any_sizes() -> bool:
-    mode = FakeTensorMode(shape_env=ShapeEnv())
-    open_sizes: Any = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC] * 2 + [DimDynamic.STATIC])
-    x, weight = mode.from_tensor(torch.empty(3, 5, 4), symbolic_context=open_sizes), mode.from_tensor(torch.empty(4, 4))
-    try:
-        with mode:
-            torch.matmul(x, weight)
-    except RuntimeError:
-        return False
-    return True
-
-
-@contextmanager
-def tracing_for_compiler() -> Iterator[None]:
-    """Inside, `torch.compiler.is_compiling()` holds and sizes may be any: for code that a backend traces itself."""
-    before = torch.compiler._is_compiling_flag
-    torch.compiler._is_compiling_flag = True
-    try:
-        with _python_dispatcher():
-            yield
-    finally:
-        torch.compiler._is_compiling_flag = before

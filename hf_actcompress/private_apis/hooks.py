@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.nn.modules import module as torch_module
 from torch.utils.checkpoint import _CheckpointFrame as CheckpointFrame
 
+from ..compiling import is_compiling
+
 T = TypeVar("T")
 R = TypeVar("R")
 
@@ -75,7 +77,7 @@ def is_idle_capture(hook: Any) -> bool:
     A model keeps these hooks on its modules after the first call with ``output_hidden_states=True`` or similar. A call
     that captures hidden states leaves the hooks for attentions idle.
     """
-    if getattr(hook, "__module__", None) != _CAPTURES or torch.compiler.is_compiling():
+    if getattr(hook, "__module__", None) != _CAPTURES or is_compiling():
         return False
     kinds = _captured_kinds()
     return not kinds or _kind_of(hook) not in {*kinds, None}

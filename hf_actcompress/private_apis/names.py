@@ -177,7 +177,6 @@ PRIVATE_APIS: tuple[PrivateAPI, ...] = (
     PrivateAPI("torch._C._get_tracing_state", _T, "stock's code in a torch.jit.trace"),
     PrivateAPI("torch.compiler._is_exporting_flag", _T, "no marks in a program for those who do not have this package"),
     PrivateAPI("torch._dispatch.python.enable_python_dispatcher", _T, "codecs traced for sizes that may be any"),
-    PrivateAPI("torch.compiler._is_compiling_flag", _T, "codecs that are traced by us run what is traced by Dynamo"),
     # graphs of layers
     PrivateAPI("torch._functorch.config.patch", _T, "a graph is divided as it was traced"),
     PrivateAPI("torch._guards.TracingContext", _T, "the sizes of a graph that is divided"),

@@ -12,9 +12,9 @@ from itertools import repeat
 from typing import Any
 from weakref import WeakSet
 
-import torch
 from torch import nn
 
+from ..compiling import is_compiling
 from ..private_apis import runs_again_in
 from ._current import current
 
@@ -71,7 +71,7 @@ def may_write() -> bool:
 
     A reentrant checkpoint does not say whose layer runs again, so it is told of all models.
     """
-    if torch.compiler.is_compiling():
+    if is_compiling():
         return False
     return bool(_writing) if current.hooks is None else current.hooks.may_write
 

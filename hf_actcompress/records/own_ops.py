@@ -7,9 +7,9 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
-import torch
 from torch import Tensor
 
+from ..compiling import is_compiling
 from ..private_apis import bare_apply, pop_saved_tensor_hooks, push_saved_tensor_hooks
 from ._current import Netting, current
 from .activations import CONVOLUTIONS, is_feature_map
@@ -93,7 +93,7 @@ class _Function(Protocol[_Result_co]):
 def applied(function: _Function[_Result_co], *inputs: Any) -> _Result_co:
     """``function.apply(*inputs)`` of one of our ops. The net is off, unless outer hooks must get what is kept."""
     net = current.net
-    if net is None or torch.compiler.is_compiling() or not net.is_innermost():
+    if net is None or is_compiling() or not net.is_innermost():
         return function.apply(*inputs)  # type: ignore[no-any-return]
     off = _Off(net)
     if net.outside is not None:
@@ -121,7 +121,7 @@ def applied(function: _Function[_Result_co], *inputs: Any) -> _Result_co:
 def as_stock_saves() -> Iterator[None]:
     """Inside, the net does not look at what stock ops save: little, and made by an op of ours."""
     net = current.net
-    if net is None or torch.compiler.is_compiling() or net.outside is not None or not net.is_innermost():
+    if net is None or is_compiling() or net.outside is not None or not net.is_innermost():
         yield
         return
     pop_saved_tensor_hooks()

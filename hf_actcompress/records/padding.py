@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from ..codecs import IDENTITY, Codec
+from ..compiling import is_compiling
 from ..errors import PaddingError
 from .guard import Guard
 from .outside import hooks_outside
@@ -117,7 +118,7 @@ def dropping(rows: Padding | RepeatedRows | None) -> Iterator[None]:
 def rows_left_out(x: Tensor) -> Padding | RepeatedRows | None:
     """The rows of x that are not kept in this forward, or None; x counts only if it is [B, S, ...]."""
     rows = _state.rows
-    if rows is None or torch.compiler.is_compiling():
+    if rows is None or is_compiling():
         return None
     fits = x.dim() > 2 and x.shape[:2] == rows.shape and x.numel() > 0
     return rows if fits and not checkpointed() else None

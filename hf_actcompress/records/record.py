@@ -6,10 +6,10 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from ..codecs import IDENTITY, Codec
+from ..compiling import is_compiling
 from ..private_apis import at_end_of_backward, current_backward
 
 
@@ -85,7 +85,7 @@ def parameter(x: Tensor) -> Stored:
     views of the data, so an alias is kept here, too. Under ZeRO-3 the parameter itself is kept: its data are freed
     after a forward and gathered again for the backward, and an alias would hold the gathered data.
     """
-    if torch.compiler.is_compiling() or hasattr(x, "ds_id"):
+    if is_compiling() or hasattr(x, "ds_id"):
         return stored_exact(x)
     return stored_exact(x.detach())
 

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ..codecs import IDENTITY, Codec
+from ..compiling import is_compiling
 from ._current import current
 from .entry import Entry
 from .module_hooks import region_begins
@@ -210,7 +211,7 @@ def shared_copy(x: Tensor, name: Hashable, make: Callable[[], Tensor], codec: Co
 
 def encoded(x: Tensor, codec: Codec, dtype: torch.dtype) -> Record:
     """The record of ``x.to(dtype)`` through `codec`, even if x could be derived; packed once for all its consumers."""
-    if torch.compiler.is_compiling():
+    if is_compiling():
         return keep(x.detach().to(dtype), codec)
     return shared_copy(x, (codec, dtype), lambda: x.detach().to(dtype), codec)
 

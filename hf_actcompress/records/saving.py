@@ -6,12 +6,12 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from .. import compilation
 from ..codecs import IDENTITY, Codec
+from ..compiling import is_compiling
 from .padding import RealRows
 from .record import Derived, Pending, Recipe, Record, Stored
 from .storages import storage_sizes
@@ -145,7 +145,7 @@ def save(ctx: Any, *records: Record | None) -> None:
     Saves: the tensors of every stored record and the stored sources of every derived one, each once, through
     `ctx.save_for_backward`, so that checkpointing, offloading hooks and `retain_graph` see all of them.
     """
-    if torch.compiler.is_compiling():
+    if is_compiling():
         ctx.save_for_backward(*(None if r is None else _stored_tensor(r) for r in records))
         return
     # None in place of zeros where an output has no gradient (`ops.first_order`)
@@ -178,7 +178,7 @@ def load_packed(ctx: Any, *dy: Tensor | None) -> tuple[Any, ...]:
 
     This is for consumers that can compute with the packed bytes.
     """
-    if torch.compiler.is_compiling():
+    if is_compiling():
         return tuple(ctx.saved_tensors)
     saved = ctx.saved_tensors
     _check_padding(ctx, saved, dy)
@@ -201,7 +201,7 @@ def load(ctx: Any, *dy: Tensor | None, rows: int | None = None) -> tuple[Any, ..
         rows: The position of the saved tensor that says to which row each gradient of dy [K] belongs; None: dy has all
             rows in order.
     """
-    if torch.compiler.is_compiling():
+    if is_compiling():
         return tuple(ctx.saved_tensors)
     saved = ctx.saved_tensors
     slots: list[Slot | int | None] = ctx.slots

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..compiling import is_compiling
 from .device_rules import takes_constants
 
 _FOUR_BITS: tuple[Any, Any] = (
@@ -89,14 +90,14 @@ def packed_bytes(count: int, bits: int) -> int:
 def pack_mask(mask: Tensor) -> Tensor:
     """A bool tensor of any shape, 8 elements per byte."""
     # Inductor of torch 2.11 cannot read a bool tensor's memory as another dtype; a cast costs it nothing
-    traced = torch.compiler.is_compiling()
+    traced = is_compiling()
     return pack_codes(mask.to(torch.uint8) if traced else mask.view(torch.uint8), 1)
 
 
 def unpack_mask(packed: Tensor, shape: torch.Size) -> Tensor:
     """The bool tensor of that shape that `pack_mask` packed."""
     bits = unpack_codes(packed, 1, shape.numel())
-    return (bits.to(torch.bool) if torch.compiler.is_compiling() else bits.view(torch.bool)).view(shape)
+    return (bits.to(torch.bool) if is_compiling() else bits.view(torch.bool)).view(shape)
 
 
 def _fields(bits: int) -> list[tuple[int, int]]:

@@ -13,8 +13,9 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
+
+from ..compiling import is_compiling
 
 
 class DeviceRules(Protocol):
@@ -61,7 +62,7 @@ _rules: ContextVar[DeviceRules | None] = ContextVar("hf_actcompress_device_rules
 def device_rules() -> DeviceRules | None:
     """The rules that hold in this thread; None: the real device of each tensor counts."""
     # a compiler cannot trace a context variable, and it never traces an estimate
-    return None if torch.compiler.is_compiling() else _rules.get()
+    return None if is_compiling() else _rules.get()
 
 
 @contextmanager
@@ -82,4 +83,4 @@ def on_cpu(x: Tensor) -> bool:
 
 def takes_constants(x: Tensor) -> bool:
     """Whether x can be combined with constant CPU tensors. A tensor without data needs others without data."""
-    return type(x) is Tensor and x.is_cpu and not torch.compiler.is_compiling() and _rules.get() is None
+    return type(x) is Tensor and x.is_cpu and not is_compiling() and _rules.get() is None

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ..compiling import is_compiling
 from .device_rules import device_rules, takes_constants
 
 # elements that are converted to the work dtype at the same time: they fit a CPU's cache, or a small part of a GPU's
@@ -64,7 +65,7 @@ def in_groups(rows: Tensor, size: int) -> Tensor:
 
 def chunk_rows(features: int, device: torch.device) -> int:
     """How many rows of so many features to process at a time."""
-    if torch.compiler.is_compiling():
+    if is_compiling():
         # all in one chunk in a graph: the compiler fuses the ops anyway, and it would unroll a loop
         return torch.iinfo(torch.int64).max
     return max(1, _chunk(device) // max(features, 1))
@@ -88,7 +89,7 @@ def chunk_starts(count: int, step: int) -> Sequence[int]:
 
 def is_one_chunk(rows: int, features: int, device: torch.device) -> bool:
     """Whether `row_chunks` would yield a tensor [..., features] of so many rows as one chunk."""
-    if torch.compiler.is_compiling():
+    if is_compiling():
         return True
     count = rows * features
     if not count:
@@ -102,7 +103,7 @@ def row_chunks(x: Tensor) -> Iterator[tuple[slice, Tensor]]:
     if x.numel() == 0:
         return
     x = x.unsqueeze(0) if x.dim() == 0 else x
-    if torch.compiler.is_compiling():
+    if is_compiling():
         # a traced loop over rows would only be right for this number of rows
         yield slice(None), x.reshape(-1, x.size(-1))
         return
@@ -119,7 +120,7 @@ def row_chunks(x: Tensor) -> Iterator[tuple[slice, Tensor]]:
 
 def row_slices(rows: int, features: int, device: torch.device) -> Iterator[slice]:
     """The slices that `row_chunks` would yield, for a tensor that does not exist yet."""
-    if torch.compiler.is_compiling():
+    if is_compiling():
         yield slice(None)
         return
     step = min(chunk_rows(features, device), max(rows, 1))
@@ -188,7 +189,7 @@ def bf16_above(x: Tensor, numbers: Operands) -> Tensor:
         near = x.to(torch.bfloat16)
         return torch.where(near < x, torch.nextafter(near, numbers.inf), near).squeeze(-1)
     bits = x.view(torch.int32)
-    if torch.compiler.is_compiling():
+    if is_compiling():
         # bf16 is the upper half of fp32. A compiler may drop a cast to bf16 and back; here that changes nothing
         above = ((bits + 0xFFFF) & -0x10000).view(torch.float32)
         return torch.where(x == x, above, x).to(torch.bfloat16).squeeze(-1)

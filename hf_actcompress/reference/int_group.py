@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from ..compiling import is_compiling
 from .bits import pack_rows, row_bytes, unpack_rows
 from .groups import (
     bf16_below,
@@ -124,7 +125,7 @@ def _ends_without(values: Tensor, rows: Tensor, start: int, channels: Tensor) ->
     def grouped(x: Tensor) -> Tensor:
         return (x if x.size(1) == count else x[:, start : start + count]).view(shape)
 
-    if torch.compiler.is_compiling():
+    if is_compiling():
         # the compiler fuses this mask into the ops that read it
         skipped = rows.new_zeros(rows.size(1), dtype=torch.bool).index_fill_(0, channels, True)
         low, high = (rows.masked_fill(skipped, end) for end in (torch.inf, -torch.inf))
@@ -174,7 +175,7 @@ def _block(packed: Tensor, bits: int, features: int, dtype: torch.dtype) -> Tens
 def _decode(codes: Tensor, scale: Tensor, zero: Tensor, dtype: torch.dtype) -> Tensor:
     """The values of codes [r, n, size], written over the codes; scale and zero are [r, n, 1]."""
     # the product is exact, so the sum is the same whether or not it is fused
-    if torch.compiler.is_compiling():
+    if is_compiling():
         values = codes * scale + zero
     elif is_cpu(codes.device):
         # two ops take half the time of one: a CPU's loops are vectorised for one broadcast operand, not for two

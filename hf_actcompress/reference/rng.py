@@ -19,6 +19,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from ..compiling import is_compiling
+
 _Result = TypeVar("_Result")
 
 
@@ -98,7 +100,7 @@ def seed_codecs(seed: int | None = None) -> None:
 def drawn_from(generators: Generators | None, function: Callable[..., _Result], *args: Any) -> _Result:
     """``function(*args)`` with random numbers from `generators`; None: from those that are in use already."""
     # compiled code can only use the default generator
-    if generators is None or torch.compiler.is_compiling():
+    if generators is None or is_compiling():
         return function(*args)
     token = _current.set(generators)
     try:
@@ -113,7 +115,7 @@ def _generator(device: torch.device) -> torch.Generator:
 
 def uniform(size: torch.Size | tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Numbers in [0, 1) from the codecs' generator of that device."""
-    if torch.compiler.is_compiling():  # compiled code can only use the default generator
+    if is_compiling():  # compiled code can only use the default generator
         return torch.rand(size, dtype=dtype, device=device)
     return torch.rand(size, dtype=dtype, device=device, generator=_generator(device))
 
@@ -121,7 +123,7 @@ def uniform(size: torch.Size | tuple[int, ...], dtype: torch.dtype, device: torc
 def kernel_seed(device: torch.device) -> Tensor:
     """A seed int64 [1] from the same generator, with which a kernel makes its own numbers. It stays on the device."""
     seed = torch.empty(1, dtype=torch.int64, device=device)
-    return seed.random_() if torch.compiler.is_compiling() else seed.random_(generator=_generator(device))
+    return seed.random_() if is_compiling() else seed.random_(generator=_generator(device))
 
 
 @contextmanager

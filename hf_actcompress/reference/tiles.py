@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 
-import torch
 from torch import Tensor
 
+from ..compiling import is_compiling
 from ..private_apis import FakeTensor
 
 # elements of a tile: a larger tile does not use a device better. Smaller tensors are computed whole
@@ -30,7 +30,7 @@ def tiles(x: Tensor, tile: int) -> Iterator[slice]:
 
 def goes_in_tiles(*tensors: Tensor) -> bool:
     """Whether `in_tiles` would use more than one tile for them."""
-    if tensors[0].numel() <= TILE or torch.compiler.is_compiling():
+    if tensors[0].numel() <= TILE or is_compiling():
         return False
     return all(t.is_contiguous() for t in tensors)
 

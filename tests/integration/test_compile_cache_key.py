@@ -57,7 +57,7 @@ def test_other_parameters() -> None:
 
 
 def test_other_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also inside of another codec."""
+    """Other code is another key, inside of another codec too."""
     keys = []
     for code in (CODE, CODE.replace("x * self.scale", "x + self.scale"), CODE):
         codec = _codec(code, tmp_path, monkeypatch)

@@ -87,7 +87,7 @@ def _drawn(graph: Graph) -> list[int]:
 
 
 def test_one_tensor_per_seed_draws_the_same_seeds() -> None:
-    """Also where a seed is looked up twice or never, and for what is drawn later."""
+    """A seed may be looked up twice or never, and the same holds for what is drawn later."""
     graph = Graph()
     seeds = graph.call_function(prims.seeds, (4, torch.device("cpu")))
     graph.output(tuple(graph.call_function(prims.lookup_seed, (seeds, i)) for i in (2, 0, 3, 2)))

@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers import Dinov2Config, Dinov2ForImageClassification
 
 from hf_actcompress import patch_model
 from tests.layers.blocks import WIDTH, Stack
-from tests.layers.plans import plans_of
+from tests.layers.plans import DTYPES, PLANS, assert_all_ran, assert_same, plans_of
 
 Draw = Callable[[Tensor], Tensor]
 
@@ -119,6 +120,25 @@ def test_two_dropouts_of_one_tensor_have_two_masks() -> None:
 
 def test_draws_that_nobody_reads_are_drawn() -> None:
     assert_stock_bits(DrawsForNothing, why="its code draws numbers that it does not use")
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("mode", DTYPES)
+def test_stochastic_depth_of_a_model(mode: str, checkpointing: bool) -> None:
+    """Both branches of each of DINOv2's layers are left out at random, for each picture."""
+    config = Dinov2Config(
+        hidden_size=32, num_hidden_layers=3, num_attention_heads=4, mlp_ratio=2, image_size=28, patch_size=14,
+        drop_path_rate=0.5, hidden_dropout_prob=0.1, num_labels=3,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    stock = Dinov2ForImageClassification(config).to(DTYPES[mode]).train()
+    ours = patch_model(copy.deepcopy(stock), PLANS)
+    pictures = torch.randn(5, 3, 28, 28).to(DTYPES[mode])
+    for model in (ours, stock):
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+    assert_same(ours, stock, {"pixel_values": pictures, "labels": torch.arange(5) % 3}, mode)
+    assert_all_ran(ours)
 
 
 @pytest.mark.parametrize("draw", ["rand", "bernoulli", "rand_like", "large", "dropout of ones"])

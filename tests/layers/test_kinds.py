@@ -47,12 +47,11 @@ def test_layers_with_adapters_share_a_plan(patch_first: bool) -> None:
 def test_layers_share_a_plan_whatever_their_codecs() -> None:
     """Each keeps what it keeps through its own codec: half of the layers make half of the difference."""
     fields = ("mlp", "linear", "norm", "attention")
-    packs = {name: tuple((f"layers.{i}", field, "int4") for i in last for field in fields) for name, last in {
-        "int8": (), "half": (2, 3), "int4": (0, 1, 2, 3),
-    }.items()}  # fmt: skip
+    in_4_bits = {"int8": range(0), "half": range(2, LAYERS), "int4": range(LAYERS)}
     stock, batch = BY_NAME["llama"].build(num_hidden_layers=LAYERS), BY_NAME["llama"].make_batch()
     kept, grads = {}, {}
-    for name, overrides in packs.items():
+    for name, layers in in_4_bits.items():
+        overrides = tuple((f"layers.{i}", field, "int4") for i in layers for field in fields)
         ours = patch_model(copy.deepcopy(stock), replace(by_plans("int8"), overrides=overrides))
         grads[name] = step(ours, batch)[1]
         kept[name] = kept_bytes(lambda model=ours: model(**batch), "cpu")  # type: ignore[misc]

@@ -80,7 +80,7 @@ def test_the_gradients_are_those_without_it(layout: str, tensors: list[Tensor]) 
 
 
 def test_the_tensors_are_freed(tensors: list[Tensor]) -> None:
-    """Also what the function keeps of its own results, without a search for cycles."""
+    """What the function keeps of its own results is freed, too, without a search for cycles."""
     out, ran = _ran(tensors, True)
     held = [x.untyped_storage()._cdata for x in tensors]
     counts = [torch._C._storage_Use_Count(x) for x in held]

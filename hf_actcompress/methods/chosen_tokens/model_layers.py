@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from ...compiling import is_compiling
 from ...config import CompressionConfig
 from ...errors import UnsupportedModelError
 from ...models.arguments import argument_names, is_cache
@@ -45,7 +46,7 @@ class ChosenTokensMixin(CheckpointInputMixin):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(self, ChosenTokensMixin):
             return forward_after_unpatching(self, *args, **kwargs)
-        if torch.compiler.is_compiling() and self.actcompress is not None:
+        if is_compiling() and self.actcompress is not None:
             return self._not_compiled(*args, **kwargs)
         stock = super().forward  # type: ignore[misc]
         choice = current_choice()

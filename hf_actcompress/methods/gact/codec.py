@@ -10,6 +10,7 @@ from torch import Tensor
 from ...codecs.bit_allocation import layer_of
 from ...codecs.codec import Codec, TensorMeta
 from ...codecs.int_group import IntGroup
+from ...compiling import is_compiling
 from ...reference.rng import Generators
 
 
@@ -63,7 +64,7 @@ class IntMeasured(Codec):
 
     def _now(self) -> IntGroup | None:
         # a compiled graph is made for one width
-        bits = self.bits if self.width is None or torch.compiler.is_compiling() else self.width.bits
+        bits = self.bits if self.width is None or is_compiling() else self.width.bits
         if not bits:
             return None
         return IntGroup(bits, self.group_size, "stochastic", keep_sign=self.keep_sign, generators=self.generators)

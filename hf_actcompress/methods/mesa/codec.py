@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ...codecs.codec import Codec, TensorMeta, meta_of
+from ...compiling import is_compiling
 from ...dispatch import implementation
 from ...reference.rng import Generators, drawn_from
 from ...roles import Role
@@ -100,7 +101,7 @@ class IntRunning(Codec):
 
     def _followed(self, ranges: Tensor) -> Tensor:
         """The running ranges [2, n] after a tensor with the ranges `ranges`; they are remembered for the next one."""
-        if not self.place or self.generators is None or torch.compiler.is_compiling():
+        if not self.place or self.generators is None or is_compiling():
             return ranges
         before: Tensor | None = self.generators.learnt.get(self.place)
         if before is not None and before.shape == ranges.shape and before.device == ranges.device:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ...codecs import IDENTITY
+from ...compiling import is_compiling
 from ...dispatch import implementation
 from ...ops._activation import itself
 from ...ops.autocast import autocast_widens, in_fp32
@@ -23,7 +24,7 @@ def keep_output(y: Tensor, *, rows: bool = True) -> Record:
     y is declared to be this record, so that consumers keep the same bytes and no others: they do not store y through
     their own codec, and a cast of y is derived instead of kept in addition.
     """
-    if torch.compiler.is_compiling():
+    if is_compiling():
         return stored_exact(y)
     # an alias: the entry must not hold the tensor that it describes
     record = keep(y, IDENTITY) if rows else stored_exact(y.detach())

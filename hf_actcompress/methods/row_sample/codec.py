@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ...codecs.codec import Codec, TensorMeta, check_fraction, kept, meta_of
 from ...codecs.feature_maps import FeatureMaps
+from ...compiling import is_compiling
 from ...dispatch import implementation
 from ...errors import UnknownOptionError
 from ...reference.rng import Generators, drawn_from
@@ -86,7 +87,7 @@ class RowSample(Codec):
 
     def _samples(self) -> Tensor | None:
         """Numbers [B] of the sequences that are packed now, if somebody has said which they are."""
-        if self.norms is None or torch.compiler.is_compiling():
+        if self.norms is None or is_compiling():
             return None
         samples = samples_now()
         return samples if samples is not None or self.generators is None else self.generators.samples
