@@ -44,8 +44,8 @@ class CompressionConfig(ConfigFile):
             `checkpoint_attention` may be set in the same way. `calibrate` and `plan` write them.
         logits: Return ``outputs.logits`` whole, as stock does. False: ``outputs.logits`` computes its values when
             something reads them (``argmax`` over the vocabulary a few rows at a time), before or after backward, until
-            the weights change; then an error says so. The head never holds more than 256 MiB of logits in a forward
-            that computes a loss, in training or under ``no_grad`` with labels. A compiled graph returns them whole.
+            the weights change; then an error says so. A forward that computes a loss, in training or under ``no_grad``
+            with labels, holds at most 512 MiB of logits (a chunk, or what it keeps). A compiled graph returns all.
         targets: The largest share of a batch's positions whose label counts (is not -100): 0.25 suits a masked language
             model that masks 15%. The head computes no gradient for the others. On a GPU it cannot count these labels
             without waiting for the device, so it computes all positions, or this share. If more positions of a batch

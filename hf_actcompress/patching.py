@@ -193,7 +193,7 @@ def _warn_if_untested(model: nn.Module) -> None:
     if lost:
         rest = [f"{len(lost) - _TOLD} more reasons"] if len(lost) > _TOLD else []
         reasons = "; ".join([*lost[:_TOLD], *rest])
-        found.append(f"otherwise than asked in {type(model).__name__}: {reasons}; see patch_report(model)")
+        found.append(f"left to their own code in {type(model).__name__}: {reasons}; see patch_report(model)")
     _say_once("; ".join(found))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import textwrap
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -36,7 +35,7 @@ _NO_GRAPH = (
     "dropout, runs again in backward: its masks are drawn from the generator's offset, which a capture hides"
 )
 # parts of a name that the table shows
-_SHOWN = 2
+_SHOWN, _WIDEST = 2, 15
 _NEW = "came after patch_model; the next forward in training patches it"
 
 
@@ -102,19 +101,15 @@ class PatchReport(Report):
             state = "left alone" if row.reason else row.keeps
             alike.setdefault((row.role, row.codec, state, row.kind, row.note), []).append(row.name)
         rows = [(str(len(names)), *key[:3], _place(names)) for key, names in alike.items()]
-        return (Table(("modules", "role", "codec", "keeps", "such as"), rows, ("modules",), "hf_actcompress"),)
-
-    def summary(self) -> str:
-        """The lines of `str`, of 80 columns at most."""
-        return "\n".join(
-            textwrap.fill(line, 80, subsequent_indent="  ", break_long_words=False) for line in str(self).splitlines()
-        )
+        return (Table(("count", "role", "codec", "keeps", "such as"), rows, ("count",), "hf_actcompress"),)
 
 
 def _place(names: Sequence[str]) -> str:
     """The end of the first name, with a star for the number of a layer if there are several."""
     shown = re.sub(r"(?<=\.)\d+(?=\.|$)", "*", names[0]) if len(names) > 1 else names[0]
-    return ".".join(shown.split(".")[-_SHOWN:]) or "(model)"
+    parts = shown.split(".")
+    place = ".".join(parts[-_SHOWN:])
+    return (place if len(place) <= _WIDEST else parts[-1]) or "(model)"
 
 
 def _counted(rows: Iterable[tuple[str, str]]) -> list[str]:

@@ -96,7 +96,7 @@ def test_the_line_says_what_fell_back(said: Callable[[], list[str]], monkeypatch
     (line,) = said()
     assert lost[0].startswith("4 layer: ") and "module by module" in lost[0]
     assert line.startswith("transformers 5.99.0 is newer than") and "\n" not in line
-    assert "otherwise than asked in LlamaForCausalLM: 4 layer: " in line and line.endswith("see patch_report(model)")
+    assert "left to their own code in LlamaForCausalLM: 4 layer: " in line and line.endswith("see patch_report(model)")
 
 
 def test_nothing_is_said_of_a_tested_release(said: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch) -> None:

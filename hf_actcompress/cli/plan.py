@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,6 +11,7 @@ import typer
 
 from ..errors import DoesNotFitError
 from ..quick.headroom import HEADROOM, usable
+from ..quick.preset_lines import OBJECTIVES, PLAN_OPTIONS
 from . import flags
 from .assumptions import assumed
 from .common import busy, indented, patch_code, progress, show, writable, wrote
@@ -75,7 +76,7 @@ def plan(
     options: dict[str, Any] = {"dtype": weights, "autocast": autocast, "optimizer": optimizer, "device": device}
     options |= {"lora": lora_of(lora or qlora, lora_rank), "quantization": quantization_of(quantization, qlora)}
     options |= {"engine": engine, "trust_remote_code": trust_remote_code}
-    asked = _said(allow=tuple(allow or ()) or None, headroom=headroom, budget=room, objective=objective)
+    asked = _said(allow=_known(allow or (), objective), headroom=headroom, budget=room, objective=objective)
     progress(f"planning {model}")
     check_file(model)
     with busy(f"planning {model}"):
@@ -84,6 +85,14 @@ def plan(
     if not as_json:
         typer.echo(f"to train with it:\n{indented(_code(found, out, {**asked, **options}))}")
     _write(found, f"{model}: batch {batch_size} x {seq_len}", out, html)
+
+
+def _known(allow: Sequence[str], objective: str) -> tuple[str, ...] | None:
+    """The options that are allowed; None for all. Raises UnknownOptionError for a name that no plan knows."""
+    for name in allow:
+        flags.check_name("option of a plan", name, PLAN_OPTIONS)
+    flags.check_name("objective", objective, OBJECTIVES)
+    return tuple(allow) or None
 
 
 # options about the model, which has them itself in the code to copy

@@ -43,7 +43,7 @@ def _row(strategy: str, asked: Question, table: EstimateTable) -> dict[str, Any]
         "extra_time": known.time,
         "gradients": known.gradients,
         "why_not": None,
-        "estimate": asdict(found),
+        "estimate": _estimate(found, known.config, table),
     }
     if room is not None:
         fits = found.device_bytes <= room
@@ -56,6 +56,30 @@ def _row(strategy: str, asked: Question, table: EstimateTable) -> dict[str, Any]
             size = table.batch_size
             row["longest_sequences"] = longest(lambda s: answer(size, s).device_bytes, room, most, size)
     return row
+
+
+# what the whole estimate knows of a row, and the formula does not
+_UNKNOWN = ("model", "kept_per_layer", "layers", "reserved_share", "reserved_share_expandable")
+
+
+def _estimate(found: QuickEstimate, config: str | None, table: EstimateTable) -> dict[str, Any]:
+    """The parts of a row's peak, with the keys of an `Estimate`; None for what the formula does not know."""
+    state = found.weights_bytes + found.gradients_bytes + found.optimizer_bytes
+    return {
+        "state_bytes": state,
+        "transient_bytes": found.step_peak_bytes - found.kept_bytes,
+        "total_peak_bytes": found.device_bytes - found.context_bytes,
+        "device_bytes": found.device_bytes,
+        **dict.fromkeys(_UNKNOWN),
+        "device": "cuda",
+        "batch_size": table.batch_size,
+        "seq_len": table.seq_len,
+        "config": config or "stock",
+        "engine": "eager",
+        "kept_bytes": found.kept_bytes,
+        "notes": [],
+        **asdict(found),
+    }
 
 
 def config_of(model: str) -> dict[str, Any]:

@@ -37,7 +37,7 @@ MODULE, PART = "@", ":"
 ON_TRACE: list[Callable[[], None]] = []
 
 _LIBRARY = torch.library.Library("hf_actcompress", "DEF")  # type: ignore[no-untyped-call]
-_LIBRARY.define("mark(Tensor x, str wish, str codec) -> Tensor")  # type: ignore[no-untyped-call]
+_LIBRARY.define("mark(Tensor x, str wish, str codec, int kept) -> Tensor")  # type: ignore[no-untyped-call]
 _OP = torch.ops.hf_actcompress.mark.default
 
 
@@ -89,19 +89,23 @@ def offer(x: Tensor, codec: str) -> Tensor:
     return x if codec == PLAIN or isinstance(x, nn.Parameter) else _marked(x, OFFER, codec)
 
 
-def recompute(x: Tensor) -> Tensor:
-    """x [any shape], marked: recomputed in backward whatever it costs, as the logits are."""
-    return _marked(x, RECOMPUTE, PLAIN)
+def recompute(x: Tensor, kept: int = 0) -> Tensor:
+    """x [any shape], marked: recomputed in backward whatever it costs, as the logits are; kept if it has few bytes.
+
+    Args:
+        kept: The most bytes that are kept.
+    """
+    return _marked(x, RECOMPUTE, PLAIN, kept)
 
 
-def _marked(x: Tensor, wish: str, codec: str) -> Tensor:
+def _marked(x: Tensor, wish: str, codec: str, kept: int = 0) -> Tensor:
     if _tracing.on:
         # what is kept as it is, the smallest cut decides: under autocast that may be the cast of x
         if codec != PLAIN or wish == RECOMPUTE:
             # beside the graph of autograd: a node in it would add up gradients in another order than stock
-            _OP(x.detach(), wish, codec)
+            _OP(x.detach(), wish, codec, kept)
         return x
-    y: Tensor = _OP(x, wish, codec)
+    y: Tensor = _OP(x, wish, codec, kept)
     return y
 
 
@@ -120,22 +124,22 @@ def any_length() -> bool:
 
 
 @torch.library.register_fake("hf_actcompress::mark", lib=_LIBRARY)
-def _traced(x: Tensor, wish: str, codec: str) -> Tensor:
+def _traced(x: Tensor, wish: str, codec: str, kept: int) -> Tensor:
     # every trace of a patched model calls this function
     for note in () if _tracing.on else ON_TRACE:
         note()
     return x.new_empty_strided(x.size(), x.stride())
 
 
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-    return grad, None, None
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    return grad, None, None, None
 
 
 torch.library.register_autograd("hf_actcompress::mark", _backward, lib=_LIBRARY)
 
 
 @torch.library.impl(_LIBRARY, "mark", "CompositeExplicitAutograd")
-def _run(x: Tensor, wish: str, codec: str) -> Tensor:
+def _run(x: Tensor, wish: str, codec: str, kept: int) -> Tensor:
     _say_unread()
     # an op must not return its input, because compilers reuse the memory
     return x.clone()

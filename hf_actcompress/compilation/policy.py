@@ -8,6 +8,7 @@ kept.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Iterable
 from functools import cache
@@ -89,9 +90,12 @@ def held_by_caller(graph: Graph, outputs: int) -> set[Node]:
 
 
 def _take_out(graph: Graph, mark: Node, held: set[Node]) -> None:
-    x, wish, codec = mark.args
-    assert isinstance(x, Node)
+    x, wish, codec, kept = mark.args
+    assert isinstance(x, Node) and isinstance(kept, int)
     made = made_by(x)
+    returned_as_it_is = wish == RECOMPUTE and _is_fresh(x)
+    if wish == RECOMPUTE and _bytes(x) <= kept:
+        wish = KEEP
     # a tag that checkpointing has set stays
     if wish == RECOMPUTE:
         made = made.all_input_nodes[0] if made.target is operator.getitem else made
@@ -106,14 +110,20 @@ def _take_out(graph: Graph, mark: Node, held: set[Node]) -> None:
             made.meta.setdefault("recompute", CheckpointPolicy.MUST_SAVE)
         if codec != PLAIN and made not in held and not (wish != KEEP and CODEC in made.meta):
             made.meta[CODEC] = codec
-    if any(user.op == "output" for user in mark.users) and not (wish == RECOMPUTE and _is_fresh(x)):
-        # a graph must not return a tensor twice, nor its own input, nor a tensor that it also keeps for backward
+    if any(user.op == "output" for user in mark.users) and not returned_as_it_is:
+        # a graph must not return a tensor twice, nor its own input, nor a tensor that it also keeps through a codec
         with graph.inserting_before(mark):
             copy = graph.call_function(torch.ops.aten.clone.default, (x,))
         copy.meta = dict(mark.meta)
         mark.replace_all_uses_with(copy, delete_user_cb=lambda user: user.op == "output")
     mark.replace_all_uses_with(x)
     graph.erase_node(mark)
+
+
+def _bytes(x: Node) -> float:
+    """Infinitely many in a graph for any sizes."""
+    value = x.meta["val"]
+    return value.nbytes if all(type(size) is int for size in value.shape) else math.inf
 
 
 def _is_fresh(x: Node) -> bool:

@@ -160,13 +160,16 @@ def _keys(colours: Mapping[str, str]) -> str:
 
 
 def _curves(curves: Mapping[str, Curve]) -> str:
-    """Draw all curves on the same axes, with a dotted line where the backward and the optimizer begin."""
+    """Draw all curves on the same axes, with a dotted line where the backward and the optimizer begin.
+
+    Each curve is as wide as the picture: the profiled times of single steps say nothing about how fast they are.
+    """
     colours = {name: way_colour(name) for name in curves}
-    seconds = max((curve.seconds[-1] for curve in curves.values() if curve.seconds), default=0.0)
     most = max((curve.peak_bytes for curve in curves.values()), default=0)
-    across, up = _WIDTH / (seconds or 1.0), _HEIGHT / (most or 1)
-    lines = _axes(1e3 * seconds, most)
+    up = _HEIGHT / (most or 1)
+    lines = _axes(most)
     for name, curve in curves.items():
+        across = _WIDTH / ((curve.seconds[-1] if curve.seconds else 0) or 1.0)
         style = f'fill="none" stroke="{colours[name]}"'
         steps = "".join(
             f"H{second * across:.1f}V{_HEIGHT - nbytes * up:.1f}"
@@ -175,19 +178,17 @@ def _curves(curves: Mapping[str, Curve]) -> str:
         lines.append(f'<path {style} stroke-width="2" d="M0 {_HEIGHT}{steps}"/>')
         begins = [span[0] * across for span in (curve.backward, curve.optimizer) if span is not None]
         lines += [f'<path {style} stroke-dasharray="2 3" d="M{x:.1f} 0V{_HEIGHT}"/>' for x in begins]
-    text = (
-        f"{1e3 * seconds:.1f} ms (profiled) across, {readable_size(most)} above the start up; dotted: backward begins"
-    )
+    text = f"the time of a step across, {readable_size(most)} above the start up; dotted: backward begins"
     box = f"{-_LEFT} -12 {_LEFT + _WIDTH + 45} {_HEIGHT + _BELOW + 12}"
     svg = f'<svg role="img" aria-label="{escape(text)}" viewBox="{box}">{"".join(lines)}</svg>'
     return f'{_keys(colours)}\n<div class="wide" tabindex="0">{svg}</div>\n<p>{escape(text)}</p>'
 
 
-def _axes(milliseconds: float, most: int) -> list[str]:
+def _axes(most: int) -> list[str]:
     """Both axes with their units, and a line across at each tick of the bytes."""
     lines = []
-    for tick in _ticks(milliseconds):
-        x = _WIDTH * tick / (milliseconds or 1)
+    for tick in _ticks(100):
+        x = _WIDTH * tick / 100
         lines.append(f'<text class="below" x="{x:.1f}" y="{_HEIGHT + 18}">{tick:g}</text>')
     name, unit = next((found for found in _UNITS if most >= found[1]), _UNITS[-1])
     for tick in _ticks(most / unit):
@@ -195,7 +196,7 @@ def _axes(milliseconds: float, most: int) -> list[str]:
         lines.append(f'<path class="axis" d="M0 {y:.1f}H{_WIDTH}"/>')
         lines.append(f'<text class="beside" x="-8" y="{y + 5:.1f}">{tick:g} {name}</text>')
     lines.append(f'<path class="axis" d="M0 0V{_HEIGHT}H{_WIDTH}"/>')
-    lines.append(f'<text class="below" x="{_WIDTH / 2}" y="{_HEIGHT + 38}">ms (profiled)</text>')
+    lines.append(f'<text class="below" x="{_WIDTH / 2}" y="{_HEIGHT + 38}">% of the time</text>')
     return lines
 
 

@@ -78,13 +78,20 @@ def draw_timelines(timelines: Mapping[str, Curve], target: Target) -> None:
     axes = figure.add_subplot()
     scale, unit = _unit(max((t.peak_bytes for t in timelines.values()), default=0))
     for name, timeline in timelines.items():
-        milliseconds = [1e3 * second for second in timeline.seconds]
+        # each curve is as wide as the picture: profiled times of single steps say nothing about how fast they are
+        percent = 100 / ((timeline.seconds[-1] if timeline.seconds else 0) or 1.0)
         colour = way_colour(name)
-        axes.step(milliseconds, [size / scale for size in timeline.bytes], where="post", label=name, color=colour)
+        axes.step(
+            [percent * x for x in timeline.seconds],
+            [size / scale for size in timeline.bytes],
+            where="post",
+            label=name,
+            color=colour,
+        )
         for span in (timeline.backward, timeline.optimizer):
             if span is not None:
-                axes.axvline(1e3 * span[0], color=colour, linestyle=":", linewidth=1)
-    axes.set(xlabel="ms (profiled); dotted: backward begins, the optimizer begins", ylabel=f"{unit} above the start")
+                axes.axvline(percent * span[0], color=colour, linestyle=":", linewidth=1)
+    axes.set(xlabel="% of the time; dotted: backward begins, the optimizer begins", ylabel=f"{unit} above the start")
     axes.set_ylim(bottom=0)
     if any(timelines):
         axes.legend()

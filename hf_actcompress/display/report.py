@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, asdict, fields, is_dataclass
 from typing import Any, Self, get_args, get_origin, get_type_hints
@@ -45,8 +46,9 @@ class Report:
         return found
 
     def summary(self) -> str:
-        """The text that `print` shows below the tables."""
-        return str(self)
+        """The text that `print` shows below the tables: the lines of `str`, of 80 columns at most."""
+        lines = str(self).splitlines()
+        return "\n".join(textwrap.fill(x, 80, subsequent_indent="  ", break_long_words=False) for x in lines)
 
     def print(self) -> None:
         """The tables and the text on the console; plain text with whole columns where the output is no terminal."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 from transformers.integrations.sdpa_attention import use_gqa_in_sdpa
 
+from ..ops.autocast import autocast_dtype
 from ..private_apis import fused_attention_choice
 from ..reference.device_rules import on_cpu
 
@@ -13,11 +15,14 @@ from ..reference.device_rules import on_cpu
 def is_wasteful(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Whether stock keeps more than q, k, v, output and statistics of a call without a mask.
 
-    Stock repeats k and v for the heads of q if the heads are wider than 256. On a CPU stock keeps the probabilities if
-    k and v have different widths.
+    Stock repeats k and v for the heads of q if the heads are wider than 256. A GPU has no fused kernel for fewer heads
+    of k and v in fp32, and keeps the probabilities. On a CPU stock keeps them if k and v have different widths.
     """
-    if query.size(1) != key.size(1) and not use_gqa_in_sdpa(None, key, value):
-        return True
+    if query.size(1) != key.size(1):
+        if not use_gqa_in_sdpa(None, key, value):
+            return True
+        if not on_cpu(query) and (autocast_dtype(query) or query.dtype) not in (torch.float16, torch.bfloat16):
+            return True
     return key.size(-1) != value.size(-1) and on_cpu(query) and not fusable(query, key, value, None, False)
 
 

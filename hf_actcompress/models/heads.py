@@ -20,7 +20,7 @@ from ..modules.base import has_hooks, patched_class, stock_type
 from ..modules.head import HeadMixin, HeadSettings, deferring
 from ..ops import DeferredLogits, LinearSource, plain, returned_logits
 from ..private_apis import transforms_or_export
-from ..reference.logits_chunks import KEPT_BYTES
+from ..reference.logits_chunks import KEPT_BYTES, most_kept
 from ..roles import Role
 from .sites import Declined, Site
 
@@ -45,13 +45,14 @@ def find_head(module: nn.Module, config: CompressionConfig) -> Site | Declined |
         return Declined(Role.LOSS_HEAD, "switched off (loss_head=False)")
     if hasattr(module, "modules_to_save"):
         return None  # the copies inside have rows of their own
-    if stock_type(module) is not nn.Linear:
+    if not isinstance(module, nn.Linear) or stock_type(module) is not nn.Linear:
         return Declined(Role.LOSS_HEAD, f"the head is a {stock_type(module).__name__}, not a plain nn.Linear")
     if "forward" in module.__dict__:
         return Declined(Role.LOSS_HEAD, "forward is already bound on the instance")
     kind = "logits" if config.logits else "lazy_logits"
     # what is kept on the device would be most of what a step that offloads keeps there
-    budget = 0 if config.offloads else KEPT_BYTES
+    kept = most_kept(module.in_features, module.out_features, module.weight.element_size(), KEPT_BYTES)
+    budget = 0 if config.offloads else kept
     return Site(HeadMixin, HeadSettings(Role.LOSS_HEAD, kind, targets=config.targets, budget=budget))
 
 

@@ -15,6 +15,7 @@ from .. import compilation, ops
 from ..compiling import is_compiling
 from ..ops.autocast import autocast_dtype
 from ..private_apis import innermost_saved_tensor_hooks
+from ..reference.logits_chunks import most_kept
 from .base import Settings, keeps_for_backward, only_tensor
 from .leaves import LinearMixin
 
@@ -50,7 +51,7 @@ class HeadSettings(Settings):
 
     @property
     def reported(self) -> str:
-        return f"{self.keeps}, logits<{self.budget >> 20} MiB" if self.budget else self.keeps
+        return f"logits<{self.budget / 2**20:.3g}M" if self.budget else self.keeps
 
 
 class HeadMixin(LinearMixin):
@@ -65,7 +66,11 @@ class HeadMixin(LinearMixin):
         x, settings = only_tensor(args, kwargs), self.actcompress
         if is_compiling():
             y: Tensor = super().forward(*args, **kwargs)
-            return compilation.recompute(y) if settings is not None and keeps_for_backward(y) else y
+            if settings is None or not keeps_for_backward(y):
+                return y
+            # with a gradient of the weight or without: a graph cannot make that of the hidden states in the forward
+            vocabulary, hidden = self.weight.shape
+            return compilation.recompute(y, most_kept(hidden, vocabulary, y.element_size(), settings.budget))
         if x is None or settings is None or not self._defers():
             return super().forward(*args, **kwargs)
         # read once: a parametrisation computes the weight each time that it is read

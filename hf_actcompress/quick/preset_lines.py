@@ -1,4 +1,4 @@
-"""What each preset is, in a line. It imports no torch; a test holds it to `PRESETS`."""
+"""What each preset is, in a line, and the names that a plan knows. It imports no torch; tests hold it to those."""
 
 from __future__ import annotations
 
@@ -24,3 +24,10 @@ PRESET_LINES: dict[str, str] = {
     "sampled": "lossy: 30% of the tokens of each linear input, sampled",
     "wtacrs": "lossy: the same, weighted by gradient norms (WTA-CRS)",
 }
+
+# what `plan` may allow besides exact, and what it may look for
+PLAN_OPTIONS = (
+    "exact", "int8", "fp8", "int4", "offload", "checkpoint", "checkpoint_with_attention", "compressed_checkpoint",
+    "offloaded_checkpoint", "tiles",
+)  # fmt: skip
+OBJECTIVES = ("fidelity", "speed")

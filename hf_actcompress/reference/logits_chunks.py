@@ -26,7 +26,12 @@ ALIGNMENT = 16
 
 def are_kept(rows: int, hidden: int, vocabulary: int, itemsize: int, budget: int = KEPT_BYTES) -> bool:
     """Whether a trained head keeps its logits to backward. Decided by shapes, so that each step has the same peak."""
-    return rows <= KEPT_GRADIENTS * hidden and rows * vocabulary * itemsize <= budget
+    return rows * vocabulary * itemsize <= most_kept(hidden, vocabulary, itemsize, budget)
+
+
+def most_kept(hidden: int, vocabulary: int, itemsize: int, budget: int = KEPT_BYTES) -> int:
+    """The most bytes of logits that a trained head keeps to backward."""
+    return min(budget, KEPT_GRADIENTS * hidden * vocabulary * itemsize)
 
 
 def bounds_of(h: Tensor) -> tuple[int, int]:

@@ -11,7 +11,8 @@ import pytest
 
 from hf_actcompress import PRESETS
 from hf_actcompress.cli.common import Exit
-from hf_actcompress.quick.preset_lines import PRESET_LINES
+from hf_actcompress.memory.planning.options import OPTIONS
+from hf_actcompress.quick.preset_lines import PLAN_OPTIONS, PRESET_LINES
 from hf_actcompress.versions import version_of
 from tests.cli.conftest import CONFIG
 from tests.cli.invoke import run
@@ -23,7 +24,7 @@ def test_the_version() -> None:
 
 
 def test_a_line_for_each_preset_says_whether_it_is_exact() -> None:
-    assert list(PRESET_LINES) == list(PRESETS)
+    assert list(PRESET_LINES) == list(PRESETS) and PLAN_OPTIONS == OPTIONS
     for name, line in PRESET_LINES.items():
         assert line.startswith("exact: " if PRESETS[name].lossless else "lossy: "), name
     lines = run("presets").stdout.splitlines()
@@ -38,6 +39,8 @@ def test_a_line_for_each_preset_says_whether_it_is_exact() -> None:
         (("plan", "adapter"), "is a PEFT adapter and no model: give the base model, 'some/base', and --lora"),
         (("estimate", "tiny.json", "--preset", "exat"), "unknown preset 'exat'"),
         (("report", "tiny.json", "--preset", "exat"), "unknown preset 'exat'"),
+        (("plan", "tiny.json", "--allow", "itn8"), "unknown option of a plan 'itn8'"),
+        (("plan", "tiny.json", "--objective", "fast"), "unknown objective 'fast'"),
         (("estimate", "tiny.json", "--dtype", "bf17"), "unknown dtype 'bf17'"),
         (("plan", "tiny.json", "--dtype", "bf17"), "unknown dtype 'bf17'"),
         (("report", "tiny.json", "--dtype", "bf17"), "unknown dtype 'bf17'"),

@@ -70,7 +70,7 @@ def test_a_timeline_has_axes(pages):
     shown = re.search(r"<svg.*?</svg>", pages["report"], re.DOTALL)
     assert shown is not None and "svg { width: 100%; min-width: 36rem; }" in pages["report"]
     across, up = (re.findall(rf'<text class="{axis}"[^>]*>([^<]*)</text>', shown[0]) for axis in ("below", "beside"))
-    assert across[-1] == "ms (profiled)" and 3 <= len(across[:-1]) <= 7 and across[0] == "0"
+    assert across[-1] == "% of the time" and 3 <= len(across[:-1]) <= 7 and across[0] == "0"
     assert 3 <= len(up) <= 7 and up[0].split()[0] == "0" and len({text.split()[1] for text in up}) == 1
     steps = {round(b - a, 9) for a, b in pairwise(float(text.split()[0]) for text in up)}
     assert len(steps) == 1 and steps.pop() > 0

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_actcompress import CompressionConfig, patch_model, unpatch_model
+from hf_actcompress.models import heads
 from tests.families import BY_NAME, Family, differing, relative_error, step
 from tests.integration.compiling import BACKEND, build, kept_by, one_graph, same_step, three
 
@@ -53,7 +54,9 @@ def test_the_values_of_the_stock_graph(family: Family, mode: str) -> None:
 
 @three
 @pytest.mark.parametrize("preset", ["exact", "int8", "int4", "fp8", "tempo"])
-def test_keeps_what_the_eager_ops_keep(family: Family, preset: str) -> None:
+def test_keeps_what_the_eager_ops_keep(family: Family, preset: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # logits of tiny models are much of what is kept, and a graph keeps those without a label, too
+    monkeypatch.setattr(heads, "KEPT_BYTES", 0)
     model = patch_model(build(family), preset)
     batch = family.make_batch("right")
     eager = kept_by(model, batch)
@@ -122,7 +125,8 @@ def test_layers_one_by_one(family: Family, preset: str) -> None:
     """What crosses from one layer to the next is kept through the codec, too.
 
     A norm at the end of a layer is in another graph than what reads it, so that BERT keeps its result besides: in
-    exact 2 of 22 h, in int8 one of 11.
+    exact 2 of 22 h, in int8 one of 11. In int8 it has more scales, too: it packs queries and keys by heads, of 8 here,
+    and the plan of a layer packs rows.
     """
     model, batch = patch_model(build(family), preset), family.make_batch("right")
     loss, expected = step(model, batch)
@@ -133,7 +137,8 @@ def test_layers_one_by_one(family: Family, preset: str) -> None:
     found_loss, found = step(model, batch)
     assert torch.equal(found_loss, loss)
     assert relative_error(found, {name: g.double() for name, g in expected.items()}) < 0.01
-    assert kept_by(model, batch) <= (1.11 if family.name == "bert" else 1.02) * eager
+    more = {"exact": 1.11, "int8": 1.2}[preset] if family.name == "bert" else 1.02
+    assert kept_by(model, batch) <= more * eager
 
 
 def test_a_model_without_a_loss_type() -> None:
@@ -182,7 +187,9 @@ def test_overrides_of_layers() -> None:
         assert kept_by(one_graph(model), batch) <= 1.02 * kept_by(model, batch) + 2048
 
 
-def test_nothing_of_vocabulary_size_is_kept() -> None:
+def test_nothing_of_vocabulary_size_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of logits that have more bytes than the budget."""
+    monkeypatch.setattr(heads, "KEPT_BYTES", 0)
     family = BY_NAME["llama"]
     batch = family.make_batch()
     small, large = (_kept_at(family, vocabulary, batch) for vocabulary in (1_000, 30_000))

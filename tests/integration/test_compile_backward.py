@@ -14,6 +14,7 @@ from torch.fx import Graph
 from hf_actcompress import patch_model
 from hf_actcompress.compilation import logits, ordering, partition
 from hf_actcompress.compilation.observation import observed
+from hf_actcompress.models import heads
 from tests.families import BY_NAME, Gradients, differing, relative_error, step
 from tests.integration.compiling import build
 
@@ -29,8 +30,10 @@ CASES = [
 
 
 @pytest.fixture(autouse=True)
-def _fresh_compiler() -> None:
+def _fresh_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     torch._dynamo.reset()
+    # no logits are so few that they are kept
+    monkeypatch.setattr(heads, "KEPT_BYTES", 0)
 
 
 class _Nobody:

@@ -16,6 +16,7 @@ from hf_actcompress import patch_model
 from hf_actcompress.compilation import logits
 from hf_actcompress.compilation._backend import _as_it_is
 from hf_actcompress.compilation.calls import graphs_for
+from hf_actcompress.models import heads
 from hf_actcompress.private_apis import compile_for_inductor
 from tests.families import BY_NAME, Batch, Family, Gradients, relative_error
 from tests.integration.compiling import build, three, with_calls
@@ -28,8 +29,10 @@ PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 
 
 @pytest.fixture(autouse=True)
-def _fresh_compiler() -> None:
+def _fresh_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     torch._dynamo.reset()
+    # no logits are so few that they are kept
+    monkeypatch.setattr(heads, "KEPT_BYTES", 0)
 
 
 def _gradients(compiled: Any, batch: Batch) -> Gradients:

@@ -227,3 +227,19 @@ def test_the_peak_that_an_estimate_prints_is_what_the_card_must_have() -> None:
     assert f"peak {whole} with {context} for the device's context" in str(found)
     assert found.tables()[0].total[1] == whole and found.device_bytes > found.total_peak_bytes
     assert f"peak {readable_size(on_cpu.total_peak_bytes)}, kept" in str(on_cpu)
+
+
+@pytest.mark.parametrize("key_heads", [2, 4])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_long_keeps_less_than_exact(dtype: str, key_heads: int) -> None:
+    """A device has no fused kernel for fewer heads of keys in fp32: stock keeps the probabilities, no preset does."""
+    config = hf.LlamaConfig(
+        hidden_size=64, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=key_heads, vocab_size=100, architectures=["LlamaForCausalLM"],
+    )  # fmt: skip
+    kept = {
+        way: estimate(config, batch_size=1, seq_len=512, config=way, dtype=dtype).kept_by_role
+        for way in ("exact", "long")
+    }
+    assert sum(kept["long"].values()) < 0.9 * sum(kept["exact"].values())
+    assert kept["long"]["attention"] == kept["exact"]["attention"] < 2 * 4 * 512 * 512

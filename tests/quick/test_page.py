@@ -183,7 +183,7 @@ def test_an_address_shows_what_was_entered(tmp_path):
 
 
 @needs_browser
-@pytest.mark.parametrize("width, dark", ((360, True), (1200, False)), ids=("phone, dark", "desktop, light"))
+@pytest.mark.parametrize("width, dark", ((360, True), (360, False), (1200, True), (1200, False)))
 def test_the_page_can_be_read(tmp_path, dark, width):
     # no column is out of sight: gradients are the last one
     cut = "const box = page.querySelector('.scroll'); if (box.scrollWidth > box.clientWidth) errors.push('it scrolls');"

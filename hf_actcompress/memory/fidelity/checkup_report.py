@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,10 +103,6 @@ class CheckUp(Report):
                 f"verdict: {self.verdict}",
             ]
         )
-
-    def summary(self) -> str:
-        """The lines of `str`, of 80 columns at most."""
-        return "\n".join(textwrap.fill(line, 80, subsequent_indent="  ") for line in str(self).splitlines())
 
     def tables(self) -> tuple[Table, ...]:
         """Kept bytes, peak and time, stock and patched."""

@@ -11,6 +11,7 @@ from ...config import PRESETS
 from ...errors import DoesNotFitError, MeasurementError, UnknownOptionError
 from ...quick.cards import card_bytes
 from ...quick.headroom import HEADROOM, usable
+from ...quick.preset_lines import OBJECTIVES
 from ...quick.sizes import readable_size
 from ..estimation.checks import is_compiled, refuse_diffusion
 from ..estimation.fake_step.setting import Setting
@@ -23,8 +24,6 @@ from .problem import Problem, Problems, Solution, cheapest
 from .result import Plan, PlanRow
 
 __all__ = ["Plan", "PlanRow", "plan"]
-
-OBJECTIVES = ("speed", "fidelity")
 
 
 def plan(

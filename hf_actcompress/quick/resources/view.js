@@ -10,7 +10,7 @@ const PARTS = [
   ["gradients", "gradients", (found) => found.gradients_bytes],
   ["optimizer states", "optimizer states", (found) => found.optimizer_bytes],
   ["kept for backward", "kept for backward", (found) => Math.min(found.kept_bytes, found.step_peak_bytes)],
-  ["at the peak, beside that", "transient", (found) => Math.max(found.step_peak_bytes - found.kept_bytes, 0)],
+  ["on top of that, at the peak", "transient", (found) => Math.max(found.step_peak_bytes - found.kept_bytes, 0)],
   ["context of CUDA", "device context (allowance)", (found) => found.context_bytes],
 ];
 const $ = (id) => document.getElementById(id);
@@ -106,7 +106,8 @@ function show(state) {
     );
     return line;
   }));
-  $("title").textContent = `${state.asked.name}, batch ${state.batch} × ${state.seq} on ${$("card").value === OTHER_CARD ? `${$("gigabytes").value} GB` : $("card").value}`;
+  const name = $("preset").value === PASTED ? state.asked.name : $("preset").value;
+  $("title").textContent = `${name}, batch ${state.batch} × ${state.seq} on ${$("card").value === OTHER_CARD ? `${$("gigabytes").value} GB` : $("card").value}`;
   return { fitting: rows.filter((row) => row.fits !== "no").map((row) => row.strategy), start: start?.strategy };
 }
 
@@ -169,6 +170,7 @@ function recall() {
 
 function update() {
   let problem = "";
+  $("size").hidden = $("card").value !== OTHER_CARD;
   try {
     const state = read();
     const { fitting, start } = show(state);
