@@ -30,7 +30,6 @@ ELSEWHERE = {
     "python recipes/image_peaks.py": f"{RECIPES}test_papers.py: one setting and preset; all take three minutes",
     "python recipes/bf16_errors.py": f"{RECIPES}test_measurements.py: three settings of two batches",
     "python recipes/reproduce.py": f"{RECIPES}test_papers.py: some claims; all take ten minutes",
-    "python recipes/block_picture.py": f"{RECIPES}test_readme_tables.py: compared with its committed result",
     "python recipes/measure_on_gpu.py": f"{RECIPES}test_measure_on_gpu.py: its rehearsal; the rest needs a GPU",
     "python -m pytest": ".ci/run: the second command of README.md",
     "pytest": "tests/documents.py: the suite has these tests; here, that the file has what -k asks for",

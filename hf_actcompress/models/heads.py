@@ -16,10 +16,11 @@ from transformers.loss.loss_utils import LOSS_MAPPING
 from transformers.utils import ModelOutput
 
 from ..config import CompressionConfig
-from ..modules.base import has_hooks, patched_class, stock_type
+from ..modules.base import HOOKS, has_hooks, patched_class, stock_type
 from ..modules.head import HeadMixin, HeadSettings, deferring
 from ..ops import DeferredLogits, LinearSource, plain, returned_logits
-from ..private_apis import transforms_or_export
+from ..private_apis import is_idle_capture, transforms_or_export
+from ..private_apis.fsdp import is_hook_of_fsdp, stays_whole, wrapped_class
 from ..reference.logits_chunks import KEPT_BYTES, most_kept
 from ..roles import Role
 from .sites import Declined, Site
@@ -87,12 +88,25 @@ def _stock_loss(model: nn.Module) -> bool:
 
 
 def _deferrable(model: nn.Module) -> tuple[HeadMixin, ...]:
-    """Patched heads without hooks: a hook may do anything, and FSDP's expects gradients at the output."""
+    """Patched heads without hooks: a hook may do anything.
+
+    FSDP2's are known, where the weights stay in memory from forward to backward, as Accelerate asks for.
+    """
+    plain = patched_class(HeadMixin, nn.Linear)
     return tuple(
         layer
         for layer in output_layers(model)
-        if isinstance(layer, HeadMixin) and not has_hooks(layer) and type(layer) is patched_class(HeadMixin, nn.Linear)  # type: ignore[arg-type]
+        if isinstance(layer, HeadMixin)
+        and wrapped_class(layer) is plain
+        and stays_whole(layer)
+        and not _is_hooked(layer)
     )
+
+
+def _is_hooked(layer: nn.Module) -> bool:
+    """Whether it has hooks that are not FSDP2's."""
+    hooks = (hook for kind in HOOKS for hook in layer.__dict__[kind].values())
+    return has_hooks(layer) and not all(is_hook_of_fsdp(hook) or is_idle_capture(hook) for hook in hooks)
 
 
 def _without_unreturned(output: Any, labelled: bool) -> Any:

@@ -115,26 +115,11 @@ def _new(mixin: type, stock_class: Any) -> nn.Module:
     return module
 
 
-class _LikeStock(type):
-    """The type of patched classes of torch's own modules. They are equal to the stock class, for tools that look a
-    module's exact type up in a table (`quantize_dynamic`). FSDP has such a table of layers, which therefore are not.
-    """
-
-    stock_class: type[nn.Module]
-
-    def __eq__(cls, other: object) -> bool:
-        return other is cls or other is cls.stock_class
-
-    def __hash__(cls) -> int:
-        return hash(cls.stock_class)
-
-
 @cache
 def patched_class(mixin: Any, stock_class: Any) -> type[nn.Module]:
     """The subclass of `stock_class` with `mixin`."""
     name = f"{mixin.prefix}{stock_class.__name__}"
-    kind = _LikeStock if stock_class.__module__.startswith("torch.nn.") else type
-    return kind(name, (mixin, stock_class), {"stock_class": stock_class, "__module__": mixin.__module__})
+    return type(name, (mixin, stock_class), {"stock_class": stock_class, "__module__": mixin.__module__})
 
 
 def patch_instance(module: nn.Module, mixin: type, settings: Settings) -> None:

@@ -176,6 +176,9 @@ PRIVATE_APIS: tuple[PrivateAPI, ...] = (
     PrivateAPI("torch._C._vmapmode_decrement_nesting", _T, "backwards of several samples at once"),
     PrivateAPI("torch._C._get_tracing_state", _T, "stock's code in a torch.jit.trace"),
     PrivateAPI("torch.compiler._is_exporting_flag", _T, "no marks in a program for those who do not have this package"),
+    PrivateAPI("torch.distributed.fsdp.FSDPModule._get_fsdp_state", _T, "whether a head's weights stay in memory until "
+               "its loss is computed"),
+    PrivateAPI("torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState()._fsdp_param_group", _T, "the same"),
     PrivateAPI("torch._dispatch.python.enable_python_dispatcher", _T, "codecs traced for sizes that may be any"),
     # graphs of layers
     PrivateAPI("torch._functorch.config.patch", _T, "a graph is divided as it was traced"),

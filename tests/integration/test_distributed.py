@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from hf_actcompress import PRESETS, patch_model
+from hf_actcompress.ops import DeferredLogits
 from tests.families import BODY, BY_NAME, Family, Gradients, differing, oracle_step, relative_error
 from tests.layers.plans import assert_compiled, calls
 from tests.oracle import EXACT
@@ -68,6 +69,8 @@ CASES = (
     Case("llama", "fsdp", mixed=True, checkpointing=True),
     Case("llama", "fsdp", mixed=True, checkpointing=True, packed=True),
     Case("llama", "fsdp", head="each", whole=True, bit_equal=False),
+    Case("llama", "fsdp", head="as Accelerate", whole=True, bit_equal=False),
+    Case("llama", "fsdp", mixed=True, head="as Accelerate", whole=True, bit_equal=False),
     Case("llama", "fsdp", mixed=True, compiled=True, bit_equal=False),
     Case("bert", "ddp", compiled_plans=True, bit_equal=False),
     Case("llama", "fsdp", mixed=True, checkpointing=True, compiled_plans=True, bit_equal=False),
@@ -84,6 +87,9 @@ def _wrap(model: Any, case: Case) -> Any:
         if case.compiled:
             layer.compile(backend="hf_actcompress")
         fully_shard(layer, **options)
+    if case.head == "as Accelerate":
+        # its weights stay whole from forward to backward, so that the loss can read them behind the head's own call
+        fully_shard([model.model.norm, model.lm_head], **options, reshard_after_forward=False)
     if case.head == "norm and head":
         fully_shard([model.model.norm, model.lm_head], **options)
     if case.head == "each":
@@ -114,6 +120,8 @@ def _run_case(case: Case, rank: int) -> None:
         if case.checkpointing:
             model.gradient_checkpointing_enable()
     stock, ours = (_gradients(_wrap(model, case), family, rank) for model in models)
+    if case.head == "as Accelerate":
+        assert isinstance(models[1](**family.make_batch()).logits, DeferredLogits)
     # layers run by plans, although FSDP2 uses other dtypes than the model had when it was patched
     assert case.compiled or all(calls(models[1]))
     if case.compiled_plans:

@@ -22,11 +22,12 @@ from torch.fx import Graph, GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from hf_actcompress import CompressionConfig, PatchReport, estimate, patch_model, patch_report
+from hf_actcompress.compiling import traced_for_compiler
 from hf_actcompress.config import PRESETS
 from hf_actcompress.errors import UnknownOptionError
 from hf_actcompress.graphs import compiled, segments
 from hf_actcompress.modules.base import settings_of
-from hf_actcompress.private_apis.graphs import tracing_for_compiler
+from hf_actcompress.private_apis.graphs import any_sizes
 from tests.families import BY_NAME, FAMILIES, step
 from tests.layers.plans import (
     DTYPES,
@@ -81,7 +82,8 @@ def _no_view(y: Any) -> Any:
 
 def as_they_are(function: Any, values: Any) -> GraphModule:
     """The graph of a function, without decompositions."""
-    with tracing_for_compiler(), next(x.fake_mode for x in values if isinstance(x, Tensor)), torch.no_grad():
+    mode = next(x.fake_mode for x in values if isinstance(x, Tensor))
+    with traced_for_compiler(), any_sizes(), mode, torch.no_grad():
         return make_fx(functionalize(function))(*values)
 
 
