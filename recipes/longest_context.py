@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common.drawing import save
+from common.drawing import EXACT, LOSSY, STOCK, head, plain, save
 from common.files import replace_text
 from transformers import LlamaConfig
 
@@ -50,6 +50,15 @@ WAYS: dict[str, tuple[CompressionConfig | None, bool]] = {
     "long, inputs in 8 bits": (CompressionConfig.from_preset("long", checkpoint_input="int8_outliers"), False),
     "long, inputs on the host": (CompressionConfig.from_preset("long", checkpoint_input="offload"), True),
 }
+# how a picture tells the ways of one role apart
+STYLES = {
+    "exact": "--", "exact, whole logits": ":", "long, inputs on the host": (0, (5, 1, 1, 1, 1, 1)),
+}  # fmt: skip
+# GiB -> a card with that memory, for the picture: a test holds them to quick/cards.py
+NAMES = {
+    8: "RTX 4060", 12: "RTX 3060", 16: "RTX 4080", 24: "RTX 4090", 40: "A100", 48: "RTX A6000", 80: "H100",
+    140: "H200", 179: "B200",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -108,21 +117,38 @@ def markdown(ways: Sequence[Way], cards: Sequence[int], headroom: float) -> str:
     return "\n".join(lines) + "\n"
 
 
-def draw(ways: Sequence[Way], path: Path, source: Path) -> None:
-    """Bytes against length, with the cards as lines that have their names; `source` holds the data."""
+def title(args: argparse.Namespace) -> str:
+    """What is trained, and how: all that the curves have in common."""
+    model = Path(args.config).name if args.config else "a model of Llama-3.1-8B's shape"
+    how = "All weights of" if args.full else f"QLoRA (rank {args.lora_r}, weights in nf4) of"
+    return f"{how} {model}, bfloat16, {args.optim}, batch 1, gradient checkpointing"
+
+
+def draw(ways: Sequence[Way], path: Path, source: Path, args: argparse.Namespace) -> None:
+    """The card that a length needs, as the table has it, with cards' names; `source` holds the data."""
+    import numpy as np
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
+    figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.add_subplot()
+    scale = GIB * (1 - args.headroom)
     for way in ways:
-        axes.plot(list(way.device_bytes), [size / GIB for size in way.device_bytes.values()], "o-", label=way.name)
-    for card in CARDS:
-        axes.axhline(card, color="0.8", linewidth=0.8, zorder=0)
-        at = {"xycoords": ("axes fraction", "data"), "ha": "right", "va": "bottom"}
-        axes.annotate(f"{card} GiB", (1.0, card), fontsize=8, **at)
-    axes.set(xscale="log", yscale="log", xlabel="tokens of one sequence", ylabel="GiB that a card has to have")
-    axes.legend()
-    axes.spines[["top", "right"]].set_visible(False)
+        lengths, sizes = list(way.device_bytes), [size / scale for size in way.device_bytes.values()]
+        # straight in bytes, as `longest` reads them, and so bent on these axes
+        places = np.union1d(lengths, np.geomspace(lengths[0], lengths[-1], 200))
+        colour = STOCK if way.name == "stock" else EXACT if way.exact else LOSSY
+        look = {"color": colour, "linestyle": STYLES.get(way.name, "-")}
+        axes.plot(places, np.interp(places, lengths, sizes), label=way.name, linewidth=1.6, **look)
+    axes.set(xscale="log", yscale="log", xlabel="tokens of one sequence")
+    low, high = axes.get_ylim()
+    for card in NAMES:
+        axes.axhline(card, color="0.85", linewidth=0.8, zorder=0)
+    axes.set_ylabel(f"memory of the card, {args.headroom:.0%} of it left free")
+    axes.set_yticks(list(NAMES), [f"{card} GiB ({name})" for card, name in NAMES.items()])
+    axes.set_ylim(low, high)
+    axes.legend(fontsize=8, frameon=False, handlelength=3.5)
+    plain(axes)
+    head(figure, title(args))
     save(figure, path, source, dpi=150)
 
 
@@ -166,7 +192,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         replace_text(args.out / "longest_context.json", json.dumps(found, indent=2) + "\n")
         replace_text(args.out / "longest_context.md", table)
     try:
-        draw(ways, args.out / "longest_context.png", args.out / "longest_context.json")
+        draw(ways, args.out / "longest_context.png", args.out / "longest_context.json", args)
     except ImportError:
         print("no picture: matplotlib is not installed", file=sys.stderr)
     print(table)

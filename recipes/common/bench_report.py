@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from .bench_suites import Result
-from .drawing import bars, save
+from .drawing import bars, head, legend, save
 from .files import replace_text
 from .host import COUNTED
 from .versions import PACKAGES, device_name, versions
@@ -133,10 +133,10 @@ def plot(results: Sequence[Result], path: Path, about: dict[str, Any]) -> None:
 
     rows = {model: _panels(results, model) for model in dict.fromkeys(r.model for r in results)}
     # a suite may have nothing to draw
-    wide, high = max(1, *map(len, rows.values()), 1), max(1, len(rows))
-    most = max((len(names) for panels in rows.values() for _, names, _, _ in panels), default=1)
-    figure = Figure(figsize=(4.5 * wide, 0.6 + high * (0.7 + 0.26 * most)), layout="constrained")
-    places = figure.subplots(high, wide, squeeze=False)
+    wide = max(1, *map(len, rows.values()), 1)
+    tall = [0.7 + 0.26 * max((len(names) for _, names, _, _ in panels), default=1) for panels in rows.values()] or [1.0]
+    figure = Figure(figsize=(max(6, 4.5 * wide), 0.9 + sum(tall)), layout="constrained")
+    places = figure.subplots(len(tall), wide, squeeze=False, height_ratios=tall)
     for line, (model, panels) in zip(places, rows.items(), strict=False):
         for axes, (title, names, values, form) in zip(line, panels, strict=False):
             bars(axes, f"{model}: {title}", names, values, form)
@@ -144,7 +144,8 @@ def plot(results: Sequence[Result], path: Path, about: dict[str, Any]) -> None:
             axes.set_axis_off()
     options = about["options"]
     batch = f"batch {options['batch']} x {options['seq_len']}"
-    figure.suptitle(f"{options['grain']}, {batch}, {about['device']}, torch {about['torch']}", fontsize=10)
+    head(figure, f"{options['grain']}, {batch}, {about['device']}, torch {about['torch']}")
+    legend(figure, (result.mode for result in results))
     save(figure, path, path.with_suffix(".jsonl"))
 
 

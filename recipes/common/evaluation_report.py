@@ -2,6 +2,7 @@
 
 import json
 import statistics
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from .bf16 import WAYS
-from .drawing import STOCK, bars, colour_of, save
+from .drawing import bars, colour_of, head, legend, plain, reference, save
 from .papers import PAPERS
 
 COLUMNS = (
@@ -25,6 +26,9 @@ COLUMNS = (
     "against stock",
     "told apart",
 )
+
+# job -> its model
+_MODELS = {"minilm": "MiniLM", "gpt2": "GPT-2-like", "llama": "Llama-like"}
 
 # 97.5% quantiles of Student's t by degrees of freedom; above these the normal distribution's is used, up to 12% less
 _T = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
@@ -128,22 +132,38 @@ def plot(folder: Path) -> None:
     from matplotlib.figure import Figure
 
     sources = _measured(folder)
-    jobs = {path.stem.removeprefix("evaluation-"): json.loads(path.read_text())["rows"] for path in sources}
-    most = max(map(len, jobs.values()))
-    figure = Figure(figsize=(4.6 * len(jobs), 1.2 + 0.24 * most), layout="constrained")
+    jobs = {path.stem.removeprefix("evaluation-"): json.loads(path.read_text()) for path in sources}
+    most = max(len(job["rows"]) for job in jobs.values())
+    figure = Figure(figsize=(max(6, 4.6 * len(jobs)), 1.9 + 0.24 * most), layout="constrained")
     places = figure.subplots(1, 2 * len(jobs), squeeze=False, width_ratios=[1, 1.3] * len(jobs))[0]
-    for (left, right), (job, rows) in zip(zip(places[::2], places[1::2], strict=True), jobs.items(), strict=True):
-        stock, names = rows["stock"], list(rows)
-        bars(left, f"{job}: kept, of stock", names, [row["kept_h"] / stock["kept_h"] for row in rows.values()], ".2f")
-        for place, (name, row) in enumerate(rows.items()):
-            gaps = gaps_of(row, stock)
-            right.errorbar(
-                statistics.mean(gaps), place, xerr=interval(gaps) or 0, fmt="o", capsize=2, color=colour_of(name)
-            )
-        right.axvline(0, color=STOCK, linewidth=0.8, linestyle="--", zorder=0)
-        right.set_yticks(range(len(names)), [])
-        right.set_ylim(left.get_ylim())
-        right.set_title("held-out loss against stock, %", fontsize=9)
-        right.tick_params(labelsize=8)
-        right.spines[["top", "right"]].set_visible(False)
+    for left, right, (name, job) in zip(places[::2], places[1::2], jobs.items(), strict=True):
+        _pair(left, right, _MODELS.get(name, name), job)
+    head(figure, "Presets against stock, trained on the source text of Python's standard library")
+    note = (
+        f"Kept: bytes of the layers in bfloat16. Loss: mean and 95% interval over {_seeds(jobs.values())}; "
+        "lossless presets train with one."
+    )
+    legend(figure, (preset for job in jobs.values() for preset in job["rows"]), note)
     save(figure, folder / "evaluation.png", *sorted(sources))
+
+
+def _seeds(jobs: Iterable[dict[str, Any]]) -> str:
+    """How many orders of the batches the means are over."""
+    counts = sorted({job["settings"]["seeds"] for job in jobs})
+    return f"{' or '.join(map(str, counts))} seeds"
+
+
+def _pair(left: Any, right: Any, model: str, job: dict[str, Any]) -> None:
+    """The two panels of one model."""
+    rows, stock, settings = job["rows"], job["rows"]["stock"], job["settings"]
+    kept = [row["kept_h"] / stock["kept_h"] for row in rows.values()]
+    bars(left, f"{model}, {settings['start']}\nkept, stock = 1", list(rows), kept, ".2f")
+    for place, (name, row) in enumerate(rows.items()):
+        gaps, colour = gaps_of(row, stock), colour_of(name)
+        spread = interval(gaps) or 0
+        right.errorbar(statistics.mean(gaps), place, xerr=spread, fmt="o", markersize=5, capsize=2, color=colour)
+    reference(right, 0)
+    right.set_yticks(range(len(rows)), [])
+    right.set_ylim(left.get_ylim())
+    right.set_title(f"{settings['steps']} steps\nheld-out loss against stock, %", fontsize=9)
+    plain(right)

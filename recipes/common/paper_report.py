@@ -9,9 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .drawing import save
+from .drawing import EXACT, LOSSY, STOCK, head, plain, reference, save
 from .papers import UNITS, Claim
 
+# our way, what failed, and what says nothing
+_COLOURS = (EXACT, LOSSY, STOCK)
 VERDICTS = ("reproduced", "not reproduced", "not comparable here")
 COLUMNS = ("method", "claim", "source", "our setting", "claimed", "ours", "exact alone", "CPU s", "verdict")
 
@@ -70,22 +72,35 @@ def markdown(rows: Sequence[Row], about: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _names(rows: Sequence[Row]) -> list[str]:
+    """The method and what it claims; the subject of our setting too, where that is one of several."""
+    names = [f"{row.title}, {readable(row.claimed, row.unit)}" for row in rows]
+    subjects = [row.setting.partition(",")[0].rpartition(" of ")[2] for row in rows]
+    return [
+        f"{name} ({subject})" if names.count(name) > 1 else name for name, subject in zip(names, subjects, strict=True)
+    ]
+
+
 def plot(rows: Sequence[Row], path: Path, source: Path) -> bool:
     """Draw our figures relative to the claimed ones, a bar per claim; `source` holds them. False without matplotlib."""
     if importlib.util.find_spec("matplotlib") is None:
         return False
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(7, 1 + 0.35 * len(rows)), layout="constrained")
+    figure = Figure(figsize=(8, 1.3 + 0.26 * len(rows)), layout="constrained")
     axes = figure.subplots()
-    for verdict_of, colour in zip(VERDICTS, ("tab:green", "tab:red", "tab:gray"), strict=True):
+    for verdict_of, colour in zip(VERDICTS, _COLOURS, strict=True):
         places = [i for i, row in enumerate(rows) if row.verdict == verdict_of]
-        axes.barh(places, [rows[i].ours / rows[i].claimed for i in places], color=colour, label=verdict_of)
-    names = [f"{row.title}, {readable(row.claimed, row.unit)}" for row in rows]
-    axes.set_yticks(range(len(rows)), names)
-    axes.axvline(1, color="black", linewidth=1)
-    axes.invert_yaxis()
-    axes.set(xlabel="our figure over the claimed one")
-    axes.legend()
+        drawn = axes.barh(places, [rows[i].ours / rows[i].claimed for i in places], color=colour, label=verdict_of)
+        ours = [readable(rows[i].ours, rows[i].unit) for i in places]
+        axes.bar_label(drawn, ours, padding=3, fontsize=8)
+    axes.set_yticks(range(len(rows)), _names(rows))
+    axes.set_ylim(len(rows) - 0.4, -0.6)
+    axes.margins(x=0.1)
+    reference(axes, 1)
+    axes.set_xlabel("our figure over the claimed one; at the bars: ours", fontsize=9)
+    figure.legend(loc="outside lower center", ncols=len(VERDICTS), fontsize=8, frameon=False)
+    plain(axes)
+    head(figure, "What papers claim to save of memory, and what is measured here")
     save(figure, path, source)
     return True

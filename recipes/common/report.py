@@ -16,7 +16,7 @@ from rich.table import Table
 from hf_actcompress import PRESETS
 
 from .compare import Comparison, RunResult
-from .drawing import bars, colour_of, save
+from .drawing import bars, colour_of, head, plain, save
 from .versions import device_name, versions
 
 MIB = 2**20
@@ -89,14 +89,14 @@ def plot(path: Path, source: Path) -> None:
     bottom.plot(steps, gaps, color=colour_of(preset), linewidth=1)
     bottom.set_xlabel("step", fontsize=9)
     bottom.set_ylabel(f"{preset} - stock", fontsize=9)
+    bottom.yaxis.get_offset_text().set_fontsize(8)
     for axes in (top, bottom):
-        axes.tick_params(labelsize=8)
-        axes.spines[["top", "right"]].set_visible(False)
+        plain(axes)
     sizes = [run["peak_bytes"] / MIB for run in (stock, patched)]
     bars(right, f"peak activation memory, MiB: {1 - sizes[1] / sizes[0]:.0%} less", ["stock", preset], sizes, ".1f")
     model = asked["model"] or asked["config"]
     words = model, f"{asked['batch_size']} x {asked['seq_len']} tokens", asked["dtype"], record["environment"]["device"]
-    figure.suptitle(", ".join(words), fontsize=10)
+    head(figure, ", ".join(words))
     save(figure, path, source)
 
 
