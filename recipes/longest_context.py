@@ -59,6 +59,8 @@ NAMES = {
     8: "RTX 4060", 12: "RTX 3060", 16: "RTX 4080", 24: "RTX 4090", 40: "A100", 48: "RTX A6000", 80: "H100",
     140: "H200", 179: "B200",
 }  # fmt: skip
+# GiB that no card has, to read the picture by
+BEYOND = (350, 700)
 
 
 @dataclass(frozen=True)
@@ -121,7 +123,7 @@ def title(args: argparse.Namespace) -> str:
     """What is trained, and how: all that the curves have in common."""
     model = Path(args.config).name if args.config else "a model of Llama-3.1-8B's shape"
     how = "All weights of" if args.full else f"QLoRA (rank {args.lora_r}, weights in nf4) of"
-    return f"{how} {model}, bfloat16, {args.optim}, batch 1, gradient checkpointing"
+    return f"{how} {model}\nbfloat16, {args.optim}, batch 1, gradient checkpointing"
 
 
 def draw(ways: Sequence[Way], path: Path, source: Path, args: argparse.Namespace) -> None:
@@ -132,19 +134,26 @@ def draw(ways: Sequence[Way], path: Path, source: Path, args: argparse.Namespace
     figure = Figure(figsize=(8, 5), layout="constrained")
     axes = figure.add_subplot()
     scale = GIB * (1 - args.headroom)
-    for way in ways:
+    # the legend lists them as they lie
+    for way in sorted(ways, key=lambda way: -max(way.device_bytes.values())):
         lengths, sizes = list(way.device_bytes), [size / scale for size in way.device_bytes.values()]
         # straight in bytes, as `longest` reads them, and so bent on these axes
         places = np.union1d(lengths, np.geomspace(lengths[0], lengths[-1], 200))
         colour = STOCK if way.name == "stock" else EXACT if way.exact else LOSSY
         look = {"color": colour, "linestyle": STYLES.get(way.name, "-")}
-        axes.plot(places, np.interp(places, lengths, sizes), label=way.name, linewidth=1.6, **look)
-    axes.set(xscale="log", yscale="log", xlabel="tokens of one sequence")
+        name = way.name if way.exact else f"{way.name} (lossy)"
+        axes.plot(places, np.interp(places, lengths, sizes), label=name, linewidth=1.6, **look)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+    axes.minorticks_off()
+    axes.xaxis.set_major_formatter("{x:,.0f}")
     low, high = axes.get_ylim()
     for card in NAMES:
         axes.axhline(card, color="0.85", linewidth=0.8, zorder=0)
-    axes.set_ylabel(f"memory of the card, {args.headroom:.0%} of it left free")
-    axes.set_yticks(list(NAMES), [f"{card} GiB ({name})" for card, name in NAMES.items()])
+    axes.set_xlabel("tokens of one sequence", fontsize=9)
+    axes.set_ylabel(f"memory of the card, {args.headroom:.0%} of it left free", fontsize=9)
+    cards = [f"{card} GiB ({name})" for card, name in NAMES.items()]
+    axes.set_yticks([*NAMES, *BEYOND], [*cards, *(f"{size} GiB" for size in BEYOND)])
     axes.set_ylim(low, high)
     axes.legend(fontsize=8, frameon=False, handlelength=3.5)
     plain(axes)

@@ -57,8 +57,9 @@ def reference(axes: Any, value: float) -> None:
 
 
 def head(figure: Any, text: str) -> None:
-    """A title that is broken where it is wider than the figure."""
-    figure.suptitle(textwrap.fill(text, int(_LETTERS * figure.get_figwidth())), fontsize=10)
+    """A title whose lines are broken where they are wider than the figure."""
+    width = int(_LETTERS * figure.get_figwidth())
+    figure.suptitle("\n".join(textwrap.fill(line, width) for line in text.splitlines()), fontsize=10)
 
 
 def legend(figure: Any, modes: Iterable[str], note: str = "") -> None:

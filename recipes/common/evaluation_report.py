@@ -134,15 +134,13 @@ def plot(folder: Path) -> None:
     sources = _measured(folder)
     jobs = {path.stem.removeprefix("evaluation-"): json.loads(path.read_text()) for path in sources}
     most = max(len(job["rows"]) for job in jobs.values())
-    figure = Figure(figsize=(max(6, 4.6 * len(jobs)), 1.9 + 0.24 * most), layout="constrained")
-    places = figure.subplots(1, 2 * len(jobs), squeeze=False, width_ratios=[1, 1.3] * len(jobs))[0]
-    for left, right, (name, job) in zip(places[::2], places[1::2], jobs.items(), strict=True):
-        _pair(left, right, _MODELS.get(name, name), job)
+    figure = Figure(figsize=(max(6, 4.6 * len(jobs)), 2.0 + 0.24 * most), layout="constrained")
+    for part, (name, job) in zip(figure.subfigures(1, len(jobs), squeeze=False)[0], jobs.items(), strict=True):
+        _pair(part, _MODELS.get(name, name), job)
     head(figure, "Presets against stock, trained on the source text of Python's standard library")
-    note = (
-        f"Kept: bytes of the layers in bfloat16. Loss: mean and 95% interval over {_seeds(jobs.values())}; "
-        "lossless presets train with one."
-    )
+    note = f"Kept: bytes of the layers in bfloat16. Loss: mean and 95% interval over {_seeds(jobs.values())}"
+    single = any(len(row["losses"]) == 1 for job in jobs.values() for row in job["rows"].values())
+    note += "; lossless presets train with one." if single else "."
     legend(figure, (preset for job in jobs.values() for preset in job["rows"]), note)
     save(figure, folder / "evaluation.png", *sorted(sources))
 
@@ -153,11 +151,13 @@ def _seeds(jobs: Iterable[dict[str, Any]]) -> str:
     return f"{' or '.join(map(str, counts))} seeds"
 
 
-def _pair(left: Any, right: Any, model: str, job: dict[str, Any]) -> None:
+def _pair(figure: Any, model: str, job: dict[str, Any]) -> None:
     """The two panels of one model."""
+    left, right = figure.subplots(1, 2, width_ratios=[1, 1.2])
     rows, stock, settings = job["rows"], job["rows"]["stock"], job["settings"]
     kept = [row["kept_h"] / stock["kept_h"] for row in rows.values()]
-    bars(left, f"{model}, {settings['start']}\nkept, stock = 1", list(rows), kept, ".2f")
+    figure.suptitle(f"{model}, {settings['start']}, {settings['steps']} steps", fontsize=9, fontweight="bold")
+    bars(left, "kept, stock = 1", list(rows), kept, ".2f")
     for place, (name, row) in enumerate(rows.items()):
         gaps, colour = gaps_of(row, stock), colour_of(name)
         spread = interval(gaps) or 0
@@ -165,5 +165,5 @@ def _pair(left: Any, right: Any, model: str, job: dict[str, Any]) -> None:
     reference(right, 0)
     right.set_yticks(range(len(rows)), [])
     right.set_ylim(left.get_ylim())
-    right.set_title(f"{settings['steps']} steps\nheld-out loss against stock, %", fontsize=9)
+    right.set_title("held-out loss against stock, %", fontsize=9)
     plain(right)

@@ -98,9 +98,9 @@ def plot(rows: Sequence[Row], path: Path, source: Path) -> bool:
     axes.set_ylim(len(rows) - 0.4, -0.6)
     axes.margins(x=0.1)
     reference(axes, 1)
-    axes.set_xlabel("our figure over the claimed one; at the bars: ours", fontsize=9)
+    axes.set_xlabel("our figure over the claimed one", fontsize=9)
     figure.legend(loc="outside lower center", ncols=len(VERDICTS), fontsize=8, frameon=False)
     plain(axes)
-    head(figure, "What papers claim to save of memory, and what is measured here")
+    head(figure, "Memory that papers claim to save (at the names), and what is measured here (at the bars)")
     save(figure, path, source)
     return True

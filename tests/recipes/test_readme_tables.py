@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from hf_actcompress.quick.cards import card_bytes
 from hf_actcompress.quick.colours import way_colour
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -84,6 +85,9 @@ def test_each_picture_shows_the_data_beside_it(monkeypatch: pytest.MonkeyPatch, 
     pictures = importlib.import_module("pictures")
     drawing, ways = importlib.import_module("common.drawing"), ("stock", "exact", "int8", "liger", "exact+compile")
     assert [drawing.colour_of(way) for way in ways] == [way_colour(way) for way in ways]
+    assert [drawing.colour_of(f"{way} layers-compiled") for way in ways] == [way_colour(way) for way in ways]
+    named = importlib.import_module("longest_context").NAMES
+    assert {name: round(card_bytes(name) / 2**30) for name in named.values()} == {n: size for size, n in named.items()}
     drawn = [path for path, _, _ in pictures.pictures()]
     assert sorted(drawn) == sorted((RECIPES / "results").rglob("*.png")) and not pictures.outdated()
     # a changed figure is found, and drawing again mends it
