@@ -168,7 +168,7 @@ def test_equal_modules_share_a_row_of_the_printed_table(capsys: pytest.CaptureFi
     """With adapters in 16 layers it is one screen of 80 columns; the JSON has every module."""
     config = hf.LlamaConfig(**{**_SIZES, "num_hidden_layers": 16})
     model = get_peft_model(hf.LlamaForCausalLM(config), LoraConfig(target_modules="all-linear"))
-    for preset in ("exact", "long"):
+    for preset in ("exact", "int8", "int4_attention", "long"):
         found = patch_report(patch_model(model, preset))
         found.print()
         lines = capsys.readouterr().out.splitlines()

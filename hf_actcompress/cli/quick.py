@@ -64,9 +64,8 @@ _UNKNOWN = ("model", "kept_per_layer", "layers", "reserved_share", "reserved_sha
 
 def _estimate(found: QuickEstimate, config: str | None, table: EstimateTable) -> dict[str, Any]:
     """The parts of a row's peak, with the keys of an `Estimate`; None for what the formula does not know."""
-    state = found.weights_bytes + found.gradients_bytes + found.optimizer_bytes
     return {
-        "state_bytes": state,
+        "state_bytes": found.state_bytes,
         "transient_bytes": found.step_peak_bytes - found.kept_bytes,
         "total_peak_bytes": found.device_bytes - found.context_bytes,
         "device_bytes": found.device_bytes,

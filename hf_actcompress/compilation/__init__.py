@@ -12,19 +12,17 @@ code would not write to memory.
 
 from __future__ import annotations
 
+from ..compiling import is_traced, is_traced_plan, traced_plan
 from . import breaks, install, marks
 from ._backend import backend, register
 from .marks import (
     PLAIN,
     any_length,
-    is_traced,
-    is_traced_plan,
     keep,
     note_trace,
     offer,
     part_of,
     recompute,
-    traced_plan,
 )
 
 marks.ON_TRACE.extend((install.install, breaks.note_trace))

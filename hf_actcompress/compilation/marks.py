@@ -8,16 +8,14 @@ one preset for another.
 from __future__ import annotations
 
 import logging
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..compiling import is_compiling
+from ..compiling import is_traced_plan
 from ..private_apis import traced_for_any_size, transforms_or_export
 
 _log = logging.getLogger(__name__)
@@ -39,35 +37,6 @@ ON_TRACE: list[Callable[[], None]] = []
 _LIBRARY = torch.library.Library("hf_actcompress", "DEF")  # type: ignore[no-untyped-call]
 _LIBRARY.define("mark(Tensor x, str wish, str codec, int kept) -> Tensor")  # type: ignore[no-untyped-call]
 _OP = torch.ops.hf_actcompress.mark.default
-
-
-class _Tracing(threading.local):
-    """Whether this thread traces the plan of a layer (`layers/`)."""
-
-    on = False
-
-
-_tracing = _Tracing()
-
-
-def is_traced() -> bool:
-    """Whether a patched module runs to be traced: by a compiler, or for the plan of a layer."""
-    return is_compiling() or _tracing.on
-
-
-def is_traced_plan() -> bool:
-    """Whether a patched module runs to be traced for the plan of a layer."""
-    return _tracing.on
-
-
-@contextmanager
-def traced_plan() -> Iterator[None]:
-    """Inside, modules run as they do for a compiler: their stock code, and marks."""
-    before, _tracing.on = _tracing.on, True
-    try:
-        yield
-    finally:
-        _tracing.on = before
 
 
 def keep(x: Tensor, codec: str = PLAIN) -> Tensor:
@@ -99,7 +68,7 @@ def recompute(x: Tensor, kept: int = 0) -> Tensor:
 
 
 def _marked(x: Tensor, wish: str, codec: str, kept: int = 0) -> Tensor:
-    if _tracing.on:
+    if is_traced_plan():
         # what is kept as it is, the smallest cut decides: under autocast that may be the cast of x
         if codec != PLAIN or wish == RECOMPUTE:
             # beside the graph of autograd: a node in it would add up gradients in another order than stock
@@ -126,7 +95,7 @@ def any_length() -> bool:
 @torch.library.register_fake("hf_actcompress::mark", lib=_LIBRARY)
 def _traced(x: Tensor, wish: str, codec: str, kept: int) -> Tensor:
     # every trace of a patched model calls this function
-    for note in () if _tracing.on else ON_TRACE:
+    for note in () if is_traced_plan() else ON_TRACE:
         note()
     return x.new_empty_strided(x.size(), x.stride())
 

@@ -51,7 +51,7 @@ class LayerSettings(Settings):
 
     @property
     def of_plan(self) -> tuple[bool, ...]:
-        """What these settings decide about a plan, which layers with other codecs run, too."""
+        """What of these settings a plan depends on. Layers whose codecs differ share a plan if this is equal."""
         return self.codec != IDENTITY, self.other != IDENTITY, self.selective, self.compile
 
 

@@ -9,6 +9,7 @@ from transformers.integrations.sdpa_attention import use_gqa_in_sdpa
 
 from ..ops.autocast import autocast_dtype
 from ..private_apis import fused_attention_choice
+from ..records import checkpointed
 from ..reference.device_rules import on_cpu
 
 
@@ -21,7 +22,9 @@ def is_wasteful(query: Tensor, key: Tensor, value: Tensor) -> bool:
     if query.size(1) != key.size(1):
         if not use_gqa_in_sdpa(None, key, value):
             return True
-        if not on_cpu(query) and (autocast_dtype(query) or query.dtype) not in (torch.float16, torch.bfloat16):
+        # a checkpointed layer keeps them for a short time, and would run attention a third time
+        half = (autocast_dtype(query) or query.dtype) in (torch.float16, torch.bfloat16)
+        if not half and not on_cpu(query) and not checkpointed():
             return True
     return key.size(-1) != value.size(-1) and on_cpu(query) and not fusable(query, key, value, None, False)
 

@@ -51,7 +51,9 @@ class HeadSettings(Settings):
 
     @property
     def reported(self) -> str:
-        return f"logits<{self.budget / 2**20:.3g}M" if self.budget else self.keeps
+        if not self.budget:
+            return self.keeps
+        return f"logits<{self.budget >> 20}M" if self.budget >> 20 else f"logits<{self.budget >> 10}K"
 
 
 class HeadMixin(LinearMixin):

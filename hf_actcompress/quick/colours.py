@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from itertools import cycle
 
@@ -47,8 +48,8 @@ _KEPT = "kept: "
 
 
 def way_colour(name: str) -> str:
-    """The colour of a way of training by its name, such as "stock", "int8" or "exact+checkpointing"."""
-    preset = name.partition(",")[0].partition("+")[0].strip()
+    """The colour of a way of training by its name, such as "int8", "exact+checkpointing" or "exact layers-compiled"."""
+    preset = re.split("[,+ ]", name, maxsplit=1)[0]
     if preset in PRESET_LINES:
         return EXACT if PRESET_LINES[preset].startswith("exact") else LOSSY
     return {"stock": STOCK, "calibrated": LOSSY}.get(preset, OTHERS)

@@ -45,10 +45,14 @@ class QuickEstimate:
         return sum(self.kept_by_role.values())
 
     @property
+    def state_bytes(self) -> int:
+        """What is alive between two steps."""
+        return self.weights_bytes + self.gradients_bytes + self.optimizer_bytes
+
+    @property
     def device_bytes(self) -> int:
         """The bytes that the card needs."""
-        state = self.weights_bytes + self.gradients_bytes + self.optimizer_bytes
-        return state + max(self.step_peak_bytes, self.optimizer_step_bytes) + self.context_bytes
+        return self.state_bytes + max(self.step_peak_bytes, self.optimizer_step_bytes) + self.context_bytes
 
 
 def with_chunks(sizes: Mapping[str, float]) -> dict[str, float]:

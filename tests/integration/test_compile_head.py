@@ -16,9 +16,10 @@ from hf_actcompress.compilation._backend import _as_it_is
 from hf_actcompress.models import heads
 from hf_actcompress.private_apis import compile_for_inductor
 from tests.families import BY_NAME, Batch, Gradients, relative_error, step
-from tests.integration.compiling import build
+from tests.integration.compiling import build, one_graph
 
-VOCABULARY = 1003
+# the most with which logits of 39 tokens stay whole in a graph (`compilation.logits.LARGE`)
+VOCABULARY = 26_003
 PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -72,3 +73,13 @@ def test_graphs_for_any_sizes_keep_no_logits() -> None:
     """Nothing says how large they may become."""
     model = patch_model(build(BY_NAME["llama"], vocab_size=VOCABULARY))
     assert _step(model, BY_NAME["llama"].make_batch(), dynamic=True)[2] == [1, 3]
+
+
+def test_logits_that_are_kept_and_written_are_found() -> None:
+    """The graph returns the tensor that it keeps. Backward does not compute with what the caller wrote on it."""
+    model = one_graph(patch_model(build(BY_NAME["llama"], vocab_size=VOCABULARY)))
+    output = model(**BY_NAME["llama"].make_batch())
+    with torch.no_grad():
+        output.logits.mul_(0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        output.loss.backward()

@@ -26,7 +26,7 @@ from hf_actcompress.records import net
 from . import savings
 from .batches import NOTES, find_batch, with_labels
 from .catalogue import Pair, catalogue
-from .pair import Subject, _refused
+from .pair import Subject, refused
 from .step import Batch
 
 RESULTS = Path(__file__).parent / "results"
@@ -76,9 +76,9 @@ def measured(pair: Pair) -> dict[str, float]:
     for given in (plain, batch):
         for note in (*NOTES, "text alone"):
             given.pop(note, None)
-    if batch is not plain and _refused(stock, batch):
+    if batch is not plain and refused(stock, batch):
         batch = plain
-    whole = savings._kept(stock, batch)
+    whole = savings.kept(stock, batch)
     return {name: round(_kept(stock, batch, off()) / whole, 4) for name, off in (("full", list), *PARTS.items())}
 
 
@@ -86,7 +86,7 @@ def _kept(stock: Any, batch: Batch, switches: list[Any]) -> int:
     with ExitStack() as stack:
         for switch in switches:
             stack.enter_context(switch)
-        return savings._kept(patch_model(copy.deepcopy(stock), "exact", strict=False), batch)
+        return savings.kept(patch_model(copy.deepcopy(stock), "exact", strict=False), batch)
 
 
 def chosen(sample: int, seed: int) -> list[Pair]:

@@ -125,14 +125,14 @@ def _fill(row: Row, subject: Subject, modes: Iterable[Mode]) -> None:
         for batch in (plain, labelled):
             for note in NOTES:
                 batch.pop(note, None)
-        if labelled is not plain and _refused(stock, labelled):
+        if labelled is not plain and refused(stock, labelled):
             labelled = plain
         _note_savings(row, subject, stock, labelled)
         for mode in modes:
             _one_mode(row, subject, stock, mode, labelled if mode.labels else plain)
 
 
-def _refused(stock: Any, batch: Batch) -> bool:
+def refused(stock: Any, batch: Batch) -> bool:
     try:
         run(prepare(copy.deepcopy(stock), Mode("fp32")), batch, Mode("fp32"))
     except Exception:

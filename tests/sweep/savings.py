@@ -35,12 +35,12 @@ def measure(row: Row, stock: Any, batch: Batch) -> None:
 
 def saved(stock: Any, batch: Batch, *presets: str) -> list[float]:
     """The share of the model's kept bytes that each preset saves."""
-    whole = _kept(stock, batch)
+    whole = kept(stock, batch)
     ours = (patch_model(copy.deepcopy(stock), preset, strict=False) for preset in presets)
-    return [round(1 - _kept(model, batch) / whole, 3) for model in ours]
+    return [round(1 - kept(model, batch) / whole, 3) for model in ours]
 
 
-def _kept(model: Any, batch: Batch) -> int:
+def kept(model: Any, batch: Batch) -> int:
     model = prepare(copy.deepcopy(model), Mode("fp32"))
 
     def forward() -> Tensor:

@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 
+from tests.sweep import fallback
+
 ROOT = Path(__file__).parents[2]
 SEED = int(os.environ.get("SWEEP_SEED", datetime.date.today().timetuple().tm_yday))
 SECONDS = float(os.environ.get("SWEEP_SECONDS", "50"))
@@ -88,3 +90,14 @@ def test_the_readmes_table_is_the_sweeps() -> None:
     assert len(rows) > 15
     for name, *said in rows:
         assert shares[name] == said, name
+
+
+@pytest.mark.slow
+def test_what_the_fallback_saves_is_what_is_stored() -> None:
+    """CTRL's own layers are no layers to plans, so that its leaves save something."""
+    rows = [json.loads(line) for line in (fallback.RESULTS / "fallback.jsonl").read_text().splitlines()]
+    (stored,) = (row["kept"] for row in rows if row["class"] == "CTRLLMHeadModel")
+    assert fallback.table(rows) == (fallback.RESULTS / "fallback.md").read_text()
+    (pair,) = (pair for pair in fallback.chosen(len(rows), seed=1) if pair.model == "CTRLLMHeadModel")
+    found = fallback.measured(pair)
+    assert found == pytest.approx(stored, abs=0.01) and found["leaves"] > found["full"]
