@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from .memory.estimation.largest import max_batch_size, max_seq_len
     from .memory.planning.plans import Plan, plan
     from .patching import patch_model, patched, unpatch_model
+    from .quick.preset_lines import PRESET_LINES
     from .reporting import PatchReport, patch_report
     from .training import ActCompressCallback, GradientNorms, MemoryCallback
 
@@ -41,6 +42,8 @@ __all__ = ["ActCompressError"]
 _HOME = dict.fromkeys(__all__, "errors")
 __all__ += ["PRESETS", "CompressionConfig"]
 _HOME |= dict.fromkeys(__all__[len(_HOME) :], "config")
+__all__ += ["PRESET_LINES"]
+_HOME |= dict.fromkeys(__all__[len(_HOME) :], "quick.preset_lines")
 __all__ += ["patch_model", "patched", "unpatch_model"]
 _HOME |= dict.fromkeys(__all__[len(_HOME) :], "patching")
 __all__ += ["PatchReport", "patch_report"]

@@ -27,6 +27,7 @@ NAMES = {
     "Calibration",
     "calibrate",
     "PRESETS",
+    "PRESET_LINES",
     "ActCompressCallback",
     "ActCompressError",
     "CompressionConfig",

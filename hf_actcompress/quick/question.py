@@ -294,5 +294,5 @@ def _mode(dtype: str | None, autocast: str | None, lora: bool, quantization: str
         raise UnknownOptionError("dtype", name, [*dict.fromkeys(SHORT_DTYPES.values()), *SHORT_DTYPES])
     raise ModelConfigError(
         f"there is no formula for weights in {name}{' with LoRA' if lora else ''}: "
-        "use bf16 or fp16 weights, or fp32 ones without LoRA"
+        "use bf16 or fp16 weights (--dtype bf16), or fp32 ones without LoRA"
     )
