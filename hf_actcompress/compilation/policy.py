@@ -33,8 +33,8 @@ _REGION = 2**30
 _LARGE = 16
 # ops that are pointwise, reductions or compositions of these, and are missing in torch's own list
 _CHEAP = {
-    "_fused_rms_norm", "_log_softmax", "_safe_softmax", "_softmax", "cat", "constant_pad_nd", "copy", "cumsum", "flip",
-    "glu", "index_copy", "index_put", "inductor_random", "log_sigmoid_forward", "native_group_norm",
+    "_fused_rms_norm", "_log_softmax", "_safe_softmax", "_softmax", "cat", "constant_pad_nd", "copy", "cumsum", "empty",
+    "flip", "glu", "index_copy", "index_put", "inductor_random", "log_sigmoid_forward", "native_group_norm",
     "native_layer_norm", "repeat", "roll", "scatter", "select_scatter", "slice_scatter", "stack", "tril", "triu",
 }  # fmt: skip
 # ops that compilers fuse as pointwise ones, although they have no tag

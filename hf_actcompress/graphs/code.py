@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections import ChainMap
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -42,7 +43,7 @@ _PAIRS = {
     DROPPED: Pair(DRAWN, dropout_fwd, lambda first, second: second),
     NORMED: Pair(RSTD, rms_norm_parts, lambda first, second: first),
 }
-_RUNS = {**RUNS, **opaque.RUNS}
+_RUNS = ChainMap(RUNS, opaque.RUNS)
 _WITH_NEXT = frozenset(pair.first for pair in _PAIRS.values())
 
 

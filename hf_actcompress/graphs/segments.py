@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any
 
 from torch import Tensor
@@ -67,7 +68,7 @@ class Cutter:
     ) -> None:
         self._owner, self._nodes, self._compile, self._backward = owner, nodes, compile, backward
         self._packs, self._opened = packs or {}, opened or {}
-        self._results, self._needed = set(results), set(nodes)
+        self._results: set[Node] = set(results)
         self._made = Segmented(values=dict(values or {}))
         # by placeholder that segments unpack: its packed tensors, and the tensor for readers outside of segments
         self._tensors: dict[Node, list[Node]] = {}
@@ -80,16 +81,30 @@ class Cutter:
             if node.op == "placeholder":
                 made.copied[node] = made.graph.placeholder(node.name)
                 made.copied[node].meta = dict(node.meta)
-        pending: list[Node] = []
-        for node in _with_items(x for x in self._nodes if x.op != "placeholder"):
-            if is_opaque(node):
-                self._segment(pending)
-                pending = []
-                self._copy(node)
+        groups = [
+            list(group) if opaque else self._with_views(list(group))
+            for opaque, group in groupby(_with_items(x for x in self._nodes if x.op != "placeholder"), is_opaque)
+        ]
+        self._read = self._results.union(*(set(_given(group)) for group in groups))
+        for group in groups:
+            if is_opaque(group[-1]):
+                for node in group:
+                    self._copy(node)
             else:
-                pending.append(node)
-        self._segment(pending)
+                self._segment(group)
         return made
+
+    def _with_views(self, nodes: list[Node]) -> list[Node]:
+        """A segment that makes views itself, of what other segments return: a compiler lays a view out as it likes."""
+        added: dict[Node, None] = {}
+        pending = _given(nodes)
+        while pending:
+            node = pending.pop()
+            if node.op == "call_function" and is_view(node) and node not in self._packs and node not in added:
+                added[node] = None
+                pending += node.all_input_nodes
+        order = {node: i for i, node in enumerate(self._nodes)}
+        return [*sorted(added, key=order.__getitem__), *nodes]
 
     def _copy(self, node: Node) -> None:
         """Leave a node as it is."""
@@ -110,10 +125,9 @@ class Cutter:
             for node in nodes:
                 self._copy(node)
             return
-        inside = set(nodes)
-        given = list(dict.fromkeys(x for node in nodes for x in node.all_input_nodes if x not in inside))
+        given = _given(nodes)
         packs = [node for node in nodes if node in self._packs]
-        results = [node for node in nodes if self._is_read(node, inside)]
+        results = [node for node in nodes if node in self._read and node not in self._made.copied]
         run = segment_module(self._owner, nodes, given, results)
         tensors = [self._opened[x].tensors if x in self._opened else (self._lies(x),) for x in given]
         forms: dict[Node, PackedInGraph] = {}
@@ -145,10 +159,6 @@ class Cutter:
             self._made.forms[node] = form
             self._made.records[node] = self._made.graph.call_function(form.stored, tuple(own))
 
-    def _is_read(self, node: Node, inside: set[Node]) -> bool:
-        """Whether somebody outside of a segment reads what a node makes as it is."""
-        return node in self._results or any(user in self._needed and user not in inside for user in node.users)
-
     def _pack(self, node: Node, value: Any, forms: dict[Node, PackedInGraph]) -> None:
         if node in self._packs:
             packed, codec = self._packs[node]
@@ -174,6 +184,12 @@ class Cutter:
             item = self._made.graph.call_function(operator.getitem, (made, i))
             item.meta["val"] = value
             yield item
+
+
+def _given(nodes: Sequence[Node]) -> list[Node]:
+    """What some nodes read that none of them makes."""
+    inside = set(nodes)
+    return list(dict.fromkeys(x for node in nodes for x in node.all_input_nodes if x not in inside))
 
 
 def _with_items(nodes: Iterable[Node]) -> list[Node]:

@@ -130,6 +130,7 @@ def trace(
     _name_placeholders(module.graph, len(fake))
     _note_modules(module.graph)
     _without_copies(module.graph)
+    _without_examples(module.graph)
     _once_each_size(module.graph)
     if has_unread_draws(module.graph):
         raise NotTraced("its code draws numbers that it does not use")
@@ -240,6 +241,15 @@ def _without_copies(graph: Graph) -> None:
         if node.target in _SAME:
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
+
+
+def _without_examples(graph: Graph) -> None:
+    """Let memory that a tensor makes for others of its kind be made without that tensor, which need not be kept."""
+    for node in list(graph.nodes):
+        if node.target is aten.new_empty.default:
+            value = node.meta["val"]
+            node.target, node.args = aten.empty.memory_format, node.args[1:]
+            node.kwargs = {"dtype": value.dtype, "device": value.device}
 
 
 def _once_each_size(graph: Graph) -> None:

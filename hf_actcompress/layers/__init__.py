@@ -59,9 +59,8 @@ def _why_left_out(layer: nn.Module, config: CompressionConfig, is_block: bool) -
 
 
 def _keeps_more(layer: nn.Module) -> bool:
-    """Whether a layer needs more memory by plans than module by module: experts, and linear attention in tiles."""
-    known = [settings for part in layer.modules() if (settings := settings_of(part)) is not None]
-    return any(settings.role == Role.EXPERTS or getattr(settings, "segment", 0) > 0 for settings in known)
+    """Whether a layer needs more memory by plans than module by module: linear attention in tiles."""
+    return any(getattr(settings_of(part), "segment", 0) > 0 for part in layer.modules())
 
 
 def _codec_of_others(config: CompressionConfig) -> Codec:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import compilation, ops
+from ..ops import traced_experts
 from ..ops.experts import GroupedProducts
 from ..records import declare, known_record, stored_exact, whole_record_of
 from .base import ModuleMixin, Settings, has_hooks, keeps_for_backward
@@ -64,7 +65,8 @@ class ExpertsMixin(ModuleMixin):
     def _is_ordinary(self) -> bool:
         """Whether stock would run its grouped products here, and nothing else."""
         grouped = getattr(self.config, "_experts_implementation", None) == GROUPED
-        special = self._is_expert_parallel or self.has_post_expert_norm or compilation.is_traced()
+        special = self._is_expert_parallel or self.has_post_expert_norm
+        special = special or (compilation.is_traced() and not compilation.is_traced_plan())
         return grouped and not special and not has_hooks(getattr(self, "act_fn", nn.Identity()))
 
     def _grouped(
@@ -85,8 +87,12 @@ class ExpertsMixin(ModuleMixin):
         x = _gathered(hidden, tokens, up[0].dtype)
         both = products.forward(x, up[0], offsets, None if up[1] is None else up[1][experts])
         code = _gate_of if self.has_gate else _activation_of
-        h = ops.recomputed(both, code(self), ops.Snapshot(self, code, weights="none"), codec=codec)
-        y = ops.experts_down(h, down[0], down[1], routing, experts, offsets, products, codec=codec)
+        if compilation.is_traced():
+            h = code(self)(compilation.keep(both, self.actcompress.codec_name))
+            y = traced_experts.experts_down(h, *down, routing, experts, offsets, products)
+        else:
+            h = ops.recomputed(both, code(self), ops.Snapshot(self, code, weights="none"), codec=codec)
+            y = ops.experts_down(h, *down, routing, experts, offsets, products, codec=codec)
         back = torch.empty_like(order)
         back[order] = torch.arange(order.size(0), device=order.device)
         # each token has one row per chosen expert; torch sums them in fp32
@@ -119,6 +125,8 @@ def _three(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Tenso
 def _gathered(hidden: Tensor, tokens: Tensor, dtype: torch.dtype) -> Tensor:
     """The rows of those tokens [S, H], declared as derived from the rows of all tokens."""
     x = hidden[tokens]
+    if compilation.is_traced():
+        return x.to(dtype)
     # the record with padding rows, because these are routed to experts, too
     declare(x, getitem, whole_record_of(hidden), stored_exact(tokens))
     if x.dtype == dtype:

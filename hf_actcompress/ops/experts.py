@@ -7,7 +7,7 @@ t . h + dy . b[e]. In fp32, where this other order of the sums would be visible,
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,31 +69,49 @@ class ExpertsDownFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         h, weight, bias, routing, experts, offsets = load(ctx, dy)
-        needs_h, needs_weight, needs_bias, needs_routing = ctx.needs_input_grad[:4]
-        products: GroupedProducts = ctx.products
-        dh = dweight = dbias = drouting = None
-        # the products need rows of one stride
-        dy = dy.contiguous()
-        by_inner_products = needs_routing and ctx.dtype != torch.float32
-        if needs_weight or needs_bias or not by_inner_products:
-            weighted = (dy * routing.unsqueeze(-1)).to(ctx.dtype)
-        if needs_routing and not by_inner_products:
-            y = products.forward(h, weight, offsets, None if bias is None else bias[experts])
-            drouting = (dy * y).sum(-1).to(routing.dtype)
-        elif needs_routing:
-            t = products.of_input(dy.to(weight.dtype), weight, offsets)
-            drouting = _inner(t, h)
-            if bias is not None:
-                drouting = drouting + _inner(dy, bias[experts])
-            drouting = drouting.to(routing.dtype)
-            dh = (t * routing.unsqueeze(-1)).to(ctx.h_dtype) if needs_h else None
-        if needs_h and dh is None:
-            dh = products.of_input(weighted.to(weight.dtype), weight, offsets).to(ctx.h_dtype)
-        if needs_weight:
-            dweight = products.of_weight(h.to(weight.dtype), weighted.to(weight.dtype), offsets, weight)
-        if needs_bias:
-            dbias = torch.zeros_like(bias).index_add_(0, experts, weighted.to(bias.dtype))
-        return dh, dweight, dbias, drouting, None, None, None, None
+        rest = ctx.needs_input_grad[:4], ctx.products, ctx.dtype, ctx.h_dtype
+        return *gradients(dy, h, weight, bias, routing, experts, offsets, *rest), None, None, None, None
+
+
+def gradients(
+    dy: Tensor,
+    h: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    routing: Tensor,
+    experts: Tensor | None,
+    offsets: Tensor,
+    needed: Sequence[bool],
+    products: GroupedProducts,
+    dtype: torch.dtype,
+    h_dtype: torch.dtype,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+    """The gradients of h, weight, bias and routing, as far as they are needed; the product is of `dtype`."""
+    needs_h, needs_weight, needs_bias, needs_routing = needed
+    dh = dweight = dbias = drouting = None
+    # the products need rows of one stride
+    dy = dy.contiguous()
+    by_inner_products = needs_routing and dtype != torch.float32
+    if needs_weight or needs_bias or not by_inner_products:
+        weighted = (dy * routing.unsqueeze(-1)).to(dtype)
+    if needs_routing and not by_inner_products:
+        y = products.forward(h, weight, offsets, None if bias is None else bias[experts])  # type: ignore[arg-type]
+        drouting = (dy * y).sum(-1).to(routing.dtype)
+    elif needs_routing:
+        t = products.of_input(dy.to(weight.dtype), weight, offsets)
+        drouting = _inner(t, h)  # type: ignore[arg-type]
+        if bias is not None:
+            drouting = drouting + _inner(dy, bias[experts])
+        drouting = drouting.to(routing.dtype)
+        dh = (t * routing.unsqueeze(-1)).to(h_dtype) if needs_h else None
+    if needs_h and dh is None:
+        dh = products.of_input(weighted.to(weight.dtype), weight, offsets).to(h_dtype)
+    if needs_weight:
+        dweight = products.of_weight(h.to(weight.dtype), weighted.to(weight.dtype), offsets, weight)  # type: ignore[union-attr]
+    if needs_bias:
+        assert bias is not None and experts is not None
+        dbias = torch.zeros_like(bias).index_put_((experts,), weighted.to(bias.dtype), accumulate=True)
+    return dh, dweight, dbias, drouting
 
 
 def _inner(x: Tensor, y: Tensor) -> Tensor:

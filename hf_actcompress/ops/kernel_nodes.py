@@ -82,7 +82,7 @@ def _function(name: str, x: Tensor, row: str | None = None) -> Callable[..., Any
     return implementation(name, x, row)
 
 
-def _op(schema: str, fake: Callable[..., Any], pointwise: bool = True) -> Callable[[Callable[..., Any]], Any]:
+def node(schema: str, fake: Callable[..., Any], pointwise: bool = True) -> Callable[[Callable[..., Any]], Any]:
     """Make a function a node of that schema; `fake` gives shapes and dtypes. A pointwise one is cheap to recompute."""
 
     def wrap(run: Callable[..., Any]) -> Any:
@@ -101,7 +101,7 @@ def _dtype_of_norm(x: Tensor, weight: Tensor | None, formula: str) -> torch.dtyp
     return FUNCTIONS["rms_norm_rebuild"](row, row.new_empty(1, 1, dtype=torch.float32), weight, formula).dtype  # type: ignore[no-any-return]
 
 
-@_op(
+@node(
     "rms_rstd(Tensor x, Tensor? weight, float? eps, str formula) -> Tensor",
     lambda x, weight, eps, formula: x.new_empty((*x.shape[:-1], 1), dtype=torch.float32),
     pointwise=False,
@@ -117,7 +117,7 @@ def rms_norm_parts(x: Tensor, weight: Tensor | None, eps: float | None, formula:
     return y, rstd
 
 
-@_op(
+@node(
     "rms_normed(Tensor x, Tensor rstd, Tensor? weight, str formula) -> Tensor",
     lambda x, rstd, weight, formula: x.new_empty(x.shape, dtype=_dtype_of_norm(x, weight, formula)),
 )
@@ -127,7 +127,7 @@ def NORMED(x: Tensor, rstd: Tensor, weight: Tensor | None, formula: str) -> Tens
     return y
 
 
-@_op(
+@node(
     "rms_norm_bwd(Tensor dy, Tensor x, Tensor? weight, Tensor rstd, str formula, Tensor? residual=None) -> Tensor",
     lambda dy, x, weight, rstd, formula, residual=None: x.new_empty(x.shape),
     pointwise=False,
@@ -140,7 +140,7 @@ def NORM_BWD(
     return run(dy, x, weight, rstd, formula, (True, False), residual)[0]  # type: ignore[no-any-return]
 
 
-@_op(
+@node(
     "rms_norm_bwd_both(Tensor dy, Tensor x, Tensor weight, Tensor rstd, str formula, Tensor? residual=None)"
     " -> (Tensor, Tensor)",
     lambda dy, x, weight, rstd, formula, residual=None: (x.new_empty(x.shape), weight.new_empty(weight.shape)),
@@ -153,7 +153,7 @@ def NORM_BWD_BOTH(
     return _function("rms_norm_bwd", dy, formula)(dy, x, weight, rstd, formula, (True, True), residual)
 
 
-@_op(
+@node(
     "rotated(Tensor x, Tensor cos, Tensor sin) -> Tensor",
     lambda x, cos, sin: torch.empty_like(x, dtype=torch.promote_types(x.dtype, cos.dtype)),
 )
@@ -162,7 +162,7 @@ def ROTATED(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return y
 
 
-@_op(
+@node(
     "rotated_bwd(Tensor dy, Tensor cos, Tensor sin, ScalarType dtype) -> Tensor",
     lambda dy, cos, sin, dtype: torch.empty_like(dy, dtype=dtype),
 )
@@ -175,13 +175,13 @@ def _like_stock(x: Tensor, stock: int, kind: str, options: Sequence[float]) -> T
     return x.new_empty(x.shape, dtype=_stocks[stock].same(x.new_empty(1)).dtype)
 
 
-@_op("activated(Tensor x, int stock, str kind, float[] options) -> Tensor", _like_stock)
+@node("activated(Tensor x, int stock, str kind, float[] options) -> Tensor", _like_stock)
 def ACTIVATED(x: Tensor, stock: int, kind: str, options: Sequence[float]) -> Tensor:
     known = _stocks[stock]
     return known.under_autocast(_function("activation_fwd", x, kind), x, known.stock, kind, tuple(options))
 
 
-@_op(
+@node(
     "activated_bwd(Tensor dy, Tensor x, str kind, float[] options) -> Tensor",
     lambda dy, x, kind, options: x.new_empty(x.shape),
 )
@@ -195,7 +195,7 @@ def _like_product(gate: Tensor, up: Tensor, stock: int, kind: str, options: Sequ
     return gate.new_empty(gate.shape, dtype=torch.promote_types(activated, up.dtype))
 
 
-@_op("gated(Tensor gate, Tensor up, int stock, str kind, float[] options) -> Tensor", _like_product)
+@node("gated(Tensor gate, Tensor up, int stock, str kind, float[] options) -> Tensor", _like_product)
 def GATED(gate: Tensor, up: Tensor, stock: int, kind: str, options: Sequence[float]) -> Tensor:
     """stock(gate) * up."""
     known = _stocks[stock]
@@ -203,7 +203,7 @@ def GATED(gate: Tensor, up: Tensor, stock: int, kind: str, options: Sequence[flo
     return known.under_autocast(run, gate, up, known.stock, kind, tuple(options))
 
 
-@_op(
+@node(
     "gated_bwd(Tensor dh, Tensor gate, Tensor up, int stock, str kind, float[] options) -> (Tensor, Tensor)",
     lambda dh, gate, up, *_: (gate.new_empty(gate.shape), up.new_empty(up.shape)),
 )
@@ -214,7 +214,7 @@ def GATED_BWD(dh: Tensor, gate: Tensor, up: Tensor, stock: int, kind: str, optio
     )  # fmt: skip
 
 
-@_op(
+@node(
     "gated_and_bwd(Tensor dh, Tensor gate, Tensor up, int stock, str kind, float[] options)"
     " -> (Tensor, Tensor, Tensor)",
     lambda dh, gate, up, *row: (_like_product(gate, up, *row), gate.new_empty(gate.shape), up.new_empty(up.shape)),

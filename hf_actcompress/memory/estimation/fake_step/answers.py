@@ -11,14 +11,13 @@ from torch import Tensor
 
 from ....errors import ModelConfigError
 from ....private_apis import FakeTensor
-from .on_meta import grouped_product
 
 aten = torch.ops.aten
 
 _IGNORE_INDEX = -100
 # ops that ask for values, and ops from whose results some answers follow
 ASKS = frozenset((
-    aten._fused_sdp_choice.default, aten._grouped_mm.default, aten._local_scalar_dense.default, aten.equal.default,
+    aten._fused_sdp_choice.default, aten._local_scalar_dense.default, aten.equal.default,
     aten.index.Tensor, aten.nonzero.default,
 ))  # fmt: skip
 TELLS = frozenset((
@@ -67,9 +66,6 @@ class Answers:
             return lambda: any(known() is x for known in self._true) if x.dtype == torch.bool else 0
         if func is aten.equal.default:
             return lambda: True
-        if func is aten._grouped_mm.default and x.dtype != torch.bfloat16:
-            # torch computes the shape of the result for bf16 only
-            return lambda: grouped_product(*args[:3])
         if func is aten.index.Tensor and len(args[1]) == 1 and args[1][0].dtype == torch.bool:
             mask = args[1][0]
             selected = mask.numel() if self._scattered is None else self._scattered

@@ -64,10 +64,3 @@ def aliases(x: Any, found: list[Tensor]) -> Any:
 def is_plain_meta(x: Any) -> bool:
     """Whether x is a tensor of the meta device, and of no subclass."""
     return type(x) is Tensor and x.device == _META and x.layout is torch.strided and not x.dtype.is_complex
-
-
-def grouped_product(a: Tensor, b: Tensor, offsets: Tensor) -> Tensor:
-    """An empty result of a grouped product: of rows [S, k] with [E, k, n], or of [m, S] with [S, n] for each group."""
-    if a.dim() == b.dim() == 2:
-        return a.new_empty(offsets.numel(), a.size(0), b.size(1))
-    return a.new_empty(*a.shape[:-1], b.size(-1))

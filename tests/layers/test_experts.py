@@ -1,0 +1,101 @@
+"""Layers with a mixture of experts run by plans: stock's bits in fp32, stock's error in 16 bits, and fewer bytes."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+
+from hf_actcompress import patch_model
+from tests.families import oracle_step, relative_error, step
+from tests.layers.plans import (
+    PLANS,
+    assert_all_ran,
+    assert_compiled,
+    assert_same,
+    assert_stock_bits,
+    by_plans,
+    kept_bytes,
+)
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 99, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    # of more choices per token torch adds the gradients up in any order
+    "num_key_value_heads": 2, "num_experts_per_tok": 2, "use_cache": False,
+}  # fmt: skip
+DEEPSEEK: dict[str, Any] = {
+    **SIZES, "num_key_value_heads": 4, "n_routed_experts": 8, "moe_intermediate_size": 32, "n_group": 2,
+    "topk_group": 1, "q_lora_rank": 32, "kv_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
+    "v_head_dim": 16, "first_k_dense_replace": 0,
+}  # fmt: skip
+CONFIGS: dict[str, Any] = {
+    "Mixtral": lambda: hf.MixtralConfig(**SIZES, num_local_experts=8),
+    "Qwen3-MoE": lambda: hf.Qwen3MoeConfig(**SIZES, num_experts=8, moe_intermediate_size=32, head_dim=16),
+    # with biases, weights in the other order, and gates in every second column
+    "gpt-oss": lambda: hf.GptOssConfig(**SIZES, num_local_experts=8, head_dim=16),
+    "DeepSeek-V3": lambda: hf.DeepseekV3Config(**DEEPSEEK),
+}
+every_type = pytest.mark.parametrize("name", CONFIGS)
+
+
+def build(name: str, dtype: torch.dtype = torch.float32) -> Any:
+    torch.manual_seed(0)
+    return hf.AutoModelForCausalLM.from_config(CONFIGS[name]()).to(dtype).train()
+
+
+def batch(length: int = 48) -> dict[str, Any]:
+    ids = torch.randint(3, 99, (2, length), generator=torch.Generator().manual_seed(length))
+    return {"input_ids": ids, "labels": ids}
+
+
+@every_type
+@pytest.mark.parametrize("checkpointed", [False, True], ids=["whole", "checkpointed"])
+def test_stock_bits(name: str, checkpointed: bool) -> None:
+    model = build(name)
+    if checkpointed:
+        model.gradient_checkpointing_enable()
+    ours = assert_stock_bits(model, batch())
+    # from the second length on by one graph
+    for length in (20, 31, 57):
+        assert_same(ours, model, batch(length))
+    assert_all_ran(ours)
+
+
+@every_type
+@pytest.mark.parametrize("mode", ["bf16", "autocast"])
+def test_stock_error(name: str, mode: str) -> None:
+    """The gradients of routing weights, of inner products, have no larger error than stock's."""
+    model = build(name, torch.bfloat16 if mode == "bf16" else torch.float32)
+    ours = patch_model(copy.deepcopy(model), PLANS)
+    # fp64 has no grouped products
+    eager = copy.deepcopy(model)
+    eager.set_experts_implementation("eager")
+    oracle = oracle_step(eager, batch())
+    stock, found = (relative_error(step(one, batch(), mode)[1], oracle) for one in (model, ours))
+    assert found <= 1.1 * stock + 1e-6
+    assert_all_ran(ours)
+
+
+@every_type
+@pytest.mark.parametrize("preset", ["exact", "int8"])
+def test_keeps_no_more_than_module_by_module(name: str, preset: str) -> None:
+    model = build(name, torch.bfloat16)
+    config = by_plans(preset)
+    plans, leaves = (patch_model(copy.deepcopy(model), c) for c in (config, replace(config, plans=False)))
+    step(plans, batch(), "bf16")
+    assert kept_bytes(plans, batch()) <= kept_bytes(leaves, batch()) < 0.6 * kept_bytes(model, batch())
+    assert_all_ran(plans)
+
+
+@every_type
+def test_compiled(name: str) -> None:
+    """A segment of a compiler's code makes views of another segment's results itself."""
+    model = build(name)
+    ours = patch_model(copy.deepcopy(model), replace(PLANS, compile=True))
+    (_, found), (_, stock) = step(ours, batch()), step(model, batch())
+    assert relative_error(found, stock) < 1e-5
+    assert_compiled(ours)
