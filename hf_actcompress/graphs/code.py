@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from ..ops import opaque
+from ..ops import opaque, tiled_node
 from ..ops.kernel_nodes import NORMED, RSTD, RUNS, rms_norm_parts
 from ..private_apis.graphs import binding
 from ..reference import dropout_fwd, dropout_replay
@@ -43,7 +43,7 @@ _PAIRS = {
     DROPPED: Pair(DRAWN, dropout_fwd, lambda first, second: second),
     NORMED: Pair(RSTD, rms_norm_parts, lambda first, second: first),
 }
-_RUNS = ChainMap(RUNS, opaque.RUNS)
+_RUNS = ChainMap(RUNS, opaque.RUNS, tiled_node.RUNS)
 _WITH_NEXT = frozenset(pair.first for pair in _PAIRS.values())
 
 

@@ -48,7 +48,7 @@ def written_over(graph: Graph, results: Iterable[Node]) -> dict[Node, Overwrite]
             x = node.args[place]
             owner = made_by(x)
             alone = [made_by(y) for y in node.all_input_nodes].count(owner) == 1
-            if owner not in stay and last[owner] == order[node] and alone and _is_made(owner) and _same(x, owner, node):
+            if owner not in stay and last[owner] == order[node] and alone and is_made(owner) and _same(x, owner, node):
                 found[node] = Overwrite(op, place)
                 break
     return found
@@ -69,7 +69,7 @@ def _in_place(node: Node) -> Any:
     return getattr(packet, overload, None)
 
 
-def _is_made(owner: Node) -> bool:
+def is_made(owner: Node) -> bool:
     """Whether a call has made a tensor of its own."""
     return owner.op == "call_function" and (owner.target in PRODUCTS or is_pointwise(owner))
 

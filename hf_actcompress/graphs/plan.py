@@ -16,6 +16,7 @@ from ..codecs import IDENTITY
 from ..compilation.attribution import module_reading, running
 from ..compilation.policy import of_forward
 from ..ops.opaque import ATTEND, LINEAR
+from ..ops.tiled_node import TILED, TILED_BWD
 from ..private_apis import FakeTensorMode
 from .again import Recomputed, recomputed
 from .backward import BackwardCode, Stops
@@ -28,9 +29,11 @@ from .packing import Others, Packed, packed_in
 from .row_by_row import left_out
 from .rows import LeftOut, TokenSizes
 from .rules import PRODUCTS, made_of_these
+from .tiled_inputs import own_inputs
 from .trace import Joint
 
 _NOTHING: frozenset[int] = frozenset()
+_CALLS = {ATTEND, LINEAR, TILED, TILED_BWD}
 
 
 @dataclass
@@ -55,6 +58,8 @@ class LayerPlan:
         elements: How many elements all weights with a gradient have.
         repeats: The inputs that autograd is given once more, for each further gradient that it adds up.
         checkpointed: Whether it keeps its inputs, and makes again what it would keep otherwise.
+        calls_again: Whether its backward calls what no tracer sees into: what runs again, and MLPs in tiles.
+        tiles: Whether it computes MLPs in tiles.
         makes_weights: Whether its backward computes weights, such as an adapted one, from parameters.
         left_out: What a call checks that leaves rows out; None for a plan that keeps all rows.
         mode: The mode that made the tensors without data in the graphs.
@@ -77,6 +82,8 @@ class LayerPlan:
     elements: int
     repeats: tuple[int, ...]
     checkpointed: bool
+    calls_again: bool
+    tiles: bool
     makes_weights: bool
     left_out: LeftOut | None
     mode: FakeTensorMode
@@ -119,6 +126,7 @@ def make_plan(
     halves = checkpointed(halves, again) if recomputes else halves
     inputs = halves.inputs
     known = {node: i for i, node in enumerate(inputs)}
+    own_inputs(halves.backward.graph)
     lower_peak(halves.backward.graph, {x for x, of in halves.read.items() if of not in known} | halves.tangents.keys())
     repeats = _apart(halves, readers)
     inner = [x for x in halves.kept if x not in known]
@@ -146,6 +154,8 @@ def make_plan(
         elements=_elements(joint, halves),
         repeats=repeats,
         checkpointed=recomputes,
+        calls_again=any(node.target in _CALLS for node in halves.backward.graph.nodes),
+        tiles=any(node.target is TILED_BWD for node in halves.backward.graph.nodes),
         makes_weights=_makes_weights(halves, joint.parameters),
         mode=joint.mode,
     )

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from ..compilation.policy import CODEC, apply_policy, hint, is_view, nbytes, numel, of_forward, tag_recompute
 from ..ops.opaque import LINEAR
+from ..ops.tiled_node import TILED
 from .draws import DROPPED
 from .redraw import drawn_from, is_drawn, state_before
 from .trace import Joint
@@ -21,7 +22,7 @@ aten = torch.ops.aten
 # matrix is smaller than the layer's largest one
 _FEW = 8
 # norms that return their statistics behind their result
-_NORMS = {aten.native_layer_norm.default, aten.native_group_norm.default}
+NORMS = {aten.native_layer_norm.default, aten.native_group_norm.default}
 PRODUCTS = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default}
 
 
@@ -42,7 +43,7 @@ def tag(joint: Joint) -> None:
         if node in forward and is_recomputed(node) and _is_last(node):
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
     for node in graph.nodes:
-        if node in forward and node.target in _NORMS and not feeds_backward(_result(node), forward):
+        if node in forward and node.target in NORMS and not feeds_backward(_result(node), forward):
             # the norm need not run again for its statistics alone
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
@@ -142,7 +143,7 @@ def _is_product(x: Node) -> bool:
     """Whether a node is a product, also one that no tracer sees into."""
     if x.target is operator.getitem and x.args[1] == 0:
         return x.args[0].target is LINEAR  # type: ignore[union-attr]
-    return x.target in PRODUCTS
+    return x.target in PRODUCTS or x.target is TILED
 
 
 def _matrix(product: Node) -> Node:

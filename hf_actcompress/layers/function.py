@@ -85,8 +85,7 @@ class PlanFunction(torch.autograd.Function):
         ctx.save_for_backward(*kept)
         ctx.sizes = found[plan.tensors :]
         ctx.plan, ctx.backward_of, ctx.stages, ctx.heads = plan, way.backward, stages, heads
-        # only what runs again calls them in backward
-        ctx.calls = calls if plan.checkpointed else ()
+        ctx.calls = calls if plan.calls_again else ()
         ctx.like = [(y.shape, y.dtype, y.device) for y in outputs] if len(outputs) > 1 else ()
         ctx.set_materialize_grads(False)
         if plan.ungraded:

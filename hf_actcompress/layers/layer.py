@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..graphs.checkpointed import recompute_of
 from ..graphs.codec_marks import other_codec
 from ..graphs.plan import LayerPlan
 from ..graphs.sizes import layout
 from ..modules.base import is_sharded, recording, settings_of
 from ..modules.checkpoint import KeptInput
+from ..modules.tiled import tiles_if_checkpointed
 from ..ops.autocast import autocast_dtype
 from ..ops.region import region_in_progress
 from ..ops.snapshot import MERGED, refuse_merges
@@ -31,60 +30,15 @@ from .look import Attributes, LayerLook, kind_of
 from .possible import are_plain_weights, opaque_in, why_not
 from .site import LayerSettings
 from .stages import Stages, stops_of
-from .store import ARGUMENT, Kind, Known, Store, TraceSetting, learn
-from .use import Use, use_of
+from .state import State, frozen
+from .store import ARGUMENT, Known, Store, TraceSetting, learn
 
-_of_weight = attrgetter("dtype", "requires_grad")
 # how many states of a layer (training, evaluation, adapters) are remembered
 _STATES = 8
 # after how many calls of one form without a plan no further sizes are tried
 _TRIES = 2
 # how much a call counts for that whose cache may be the reason
 _WITH_CACHE = 0.25
-
-
-@dataclass
-class _State:
-    """A layer as it was in a call: how it looked, its kind, and where its weights are."""
-
-    look: LayerLook
-    kind: Kind
-    known: dict[Hashable, Any]
-    base: Hashable
-    attributes: Attributes
-    weights: tuple[list[dict[str, Any]], list[str]]
-    adapters: list[nn.Module]
-    why_not: str = ""
-    last: tuple[Any, Known | None] = (None, None)
-    uses: dict[Any, Use] = field(default_factory=dict)
-
-    def looked_at(self, given: CallArguments) -> set[int]:
-        """The integers among the arguments, by number, that the layer's code has looked at in calls of that form."""
-        found: set[int] = self.known.setdefault(("looked at", given.form), set())
-        return found
-
-    def key(
-        self,
-        given: CallArguments,
-        weights: list[Any],
-        keeps: KeptInput | None,
-        left_out: type,
-        autocast: torch.dtype | None,
-    ) -> list[Any]:
-        """What decides which plan a call runs. The sizes are in the last item."""
-        return [
-            autocast, recompute_of(keeps), left_out, given.tensors[0].device, given.form,
-            list(map(_of_weight, weights)),
-            [given.integers[i] for i in sorted(self.looked_at(given))] if given.integers else [],
-            [(y.shape, y.stride(), y.dtype, y.requires_grad) for y in given.tensors],
-        ]  # fmt: skip
-
-    def use(self, layer: nn.Module, known: Known, plan: LayerPlan, keeps: KeptInput | None, real: bool) -> Use:
-        """How the layer runs a plan, with data (`real`) or with tensors without data."""
-        found = self.uses.get((id(known), keeps, real))
-        if found is None:
-            found = self.uses[id(known), keeps, real] = use_of(layer, known, plan, keeps, real)
-        return found
 
 
 @dataclass
@@ -102,7 +56,7 @@ class PlannedLayer:
     calls: int = 0
     leaf_calls: int = 0
     why: str = ""
-    _states: list[_State] = field(default_factory=list, repr=False)
+    _states: list[State] = field(default_factory=list, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:
         # a copy looks its own modules up
@@ -168,11 +122,11 @@ class PlannedLayer:
         self.leaf_calls, self.why = self.leaf_calls + 1, why
         return None
 
-    def _looked(self, layer: nn.Module) -> tuple[_State, bool]:
+    def _looked(self, layer: nn.Module) -> tuple[State, bool]:
         state = self._state(layer)
         return state, state.look.can_run()
 
-    def _state(self, layer: nn.Module) -> _State:
+    def _state(self, layer: nn.Module) -> State:
         for i, state in enumerate(self._states):
             if state.look.holds():
                 if i:
@@ -181,14 +135,15 @@ class PlannedLayer:
         base, attributes = _kind_of(layer)
         kind, known = self.store.kind(base, attributes)
         look, weights, reason = LayerLook(layer), _places(layer), why_not(layer, other_codec(layer))
-        state = _State(look, kind, known, base, attributes, weights, _adapters(layer), reason)
+        tiles = tiles_if_checkpointed(layer)
+        state = State(look, kind, known, base, attributes, weights, _adapters(layer), tiles, reason)
         self._states = [state, *self._states[: _STATES - 1]]
         return state
 
     def _known(
         self,
         layer: nn.Module,
-        state: _State,
+        state: State,
         given: CallArguments,
         weights: list[Any],
         keeps: KeptInput | None,
@@ -199,18 +154,18 @@ class PlannedLayer:
         last, same = state.last
         if same is not None and key == last:
             return same
-        known: Known | None = state.known.get(_frozen(key))
+        known: Known | None = state.known.get(frozen(key))
         if known is None:
             known = self._learned(layer, state, given, key)
             # what the code has looked at is a part of the key from now on
             key = state.key(given, weights, keeps, left_out, autocast)
-            state.known[_frozen(key)] = known
+            state.known[frozen(key)] = known
         state.last = key, known
         return known
 
-    def _learned(self, layer: nn.Module, state: _State, given: CallArguments, key: list[Any]) -> Known:
+    def _learned(self, layer: nn.Module, state: State, given: CallArguments, key: list[Any]) -> Known:
         """The plan for a call of new sizes: one that serves any sizes, from the second sizes on."""
-        alike = (*map(_frozen, key[:-1]), *((x.dim(), layout(x), x.dtype, x.requires_grad) for x in given.tensors))
+        alike = (*map(frozen, key[:-1]), *((x.dim(), layout(x), x.dtype, x.requires_grad) for x in given.tensors))
         others: list[Known] = state.known.setdefault(alike, [])
         for known in others:
             if known.sizes is not None and known.sizes.allow(given.tensors):
@@ -223,7 +178,7 @@ class PlannedLayer:
         arguments = {(ARGUMENT, str(i)) for i in range(len(given.integers)) if i not in seen}
         whole = key[2] is type(None)
         dynamic = not whole or len(others) >= self.store.alone
-        setting = TraceSetting(key[0], key[1], dynamic, left_out=None if whole else key[2])
+        setting = TraceSetting(key[0], key[1], dynamic, None if whole else key[2], tiles=key[3])
         known, looked = learn(layer, given, setting, differing | arguments)
         if looked:
             state.kind.branched |= looked - arguments
@@ -236,7 +191,7 @@ class PlannedLayer:
     def _run(
         self,
         layer: nn.Module,
-        state: _State,
+        state: State,
         known: Known,
         plan: LayerPlan,
         given: CallArguments,
@@ -253,10 +208,10 @@ class PlannedLayer:
         calls = [
             call.of(module, others, plan.checkpointed) for call, module in zip(known.calls, attentions, strict=True)
         ]
-        # what a stage of the backward runs later finds no calls any more
-        whole = plan.elements <= stages.SLACK or (calls and keeps is not None) or way.compiled
-        stops = () if whole else stops_of(plan.order, inputs, 4 * x.numel())
-        run = Stages(stops, inputs) if stops else None
+        whole = plan.elements <= stages.SLACK or way.compiled
+        # beside a whole MLP, gradients of this size do not show
+        stops = () if whole else stops_of(plan.order, inputs, 0 if plan.tiles else 4 * x.numel())
+        run = Stages(stops, inputs, calls) if stops else None
         heads: Heads | None = {} if 3 * x.numel() >= handing.LARGE else None
         link = None if run is None else run.linked(inputs)
         made = applied(PlanFunction, plan, run, heads, link, is_sharded(layer), way, calls, *inputs)
@@ -274,11 +229,6 @@ def _kind_of(layer: nn.Module) -> tuple[Hashable, Attributes]:
     settings = settings_of(layer)
     assert isinstance(settings, LayerSettings)
     return kind_of(layer, settings.of_plan)
-
-
-def _frozen(key: Any) -> Hashable:
-    """A key of lists as one that a dictionary takes."""
-    return tuple(map(_frozen, key)) if isinstance(key, list) else key
 
 
 def _places(layer: nn.Module) -> tuple[list[dict[str, Any]], list[str]]:

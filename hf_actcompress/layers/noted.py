@@ -12,6 +12,8 @@ from typing import Any
 
 from torch import nn
 
+from ..ops.snapshot import Snapshot
+
 
 class Number:
     """Stands in the place of an integer while a layer is traced: code that compares it, computes with it or gives it to
@@ -63,3 +65,24 @@ def class_with(kind: Any, noted: Iterable[Data]) -> Any:
     for data in noted:
         setattr(found, data.name, property(data.read))
     return found
+
+
+def noted_in(
+    snapshot: Snapshot, layer: nn.Module, places: set[tuple[str, str]]
+) -> dict[tuple[str, str], Number | Data]:
+    """Let attributes note who looks at them."""
+    modules = dict(layer.named_modules(remove_duplicate=False))
+    noted: dict[tuple[str, str], Number | Data] = {}
+    read: dict[nn.Module, list[Data]] = {}
+    for path, name in places:
+        module = modules[path]
+        value = vars(module)[name]
+        if type(value) is int:
+            noted[path, name] = number = Number(value)
+            snapshot.replace(module, name, number)
+        else:
+            noted[path, name] = data = Data(name)
+            read.setdefault(module, []).append(data)
+    for module, attributes in read.items():
+        snapshot.replace_class(module, class_with(type(module), attributes))
+    return noted

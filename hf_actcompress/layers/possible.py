@@ -43,8 +43,6 @@ def why_not(layer: nn.Module, other: Codec) -> str:
             return f"{name} has an op of its own"
         unknown = settings.role in _VARIANTS and settings.keeps != "input"
         unknown = unknown or (settings.role == Role.ATTENTION and _is_for_modules(settings))
-        if getattr(settings, "tile", 0):
-            return f"{name} is computed in tiles"
         if settings.role == Role.BATCH_NORM:
             return f"{name} writes running statistics"
         if unknown or not packs_alike(settings.codec):

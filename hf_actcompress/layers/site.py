@@ -25,7 +25,7 @@ from ..modules.checkpoint import (
     forward_after_unpatching,
     function_of,
 )
-from ..modules.tiled import tiles_if_checkpointed
+from ..modules.tiled import has_many_rows, has_tiles, tiles_if_checkpointed
 from ..records import checkpointed as is_checkpointed
 
 
@@ -108,7 +108,7 @@ class PlannedLayerMixin(ModuleMixin):
         if not own:
             return checkpoint(layer, *args)
         # without args `layer` is a call of the layer, which would run its hooks, too
-        if settings is not None and (layer.args or not has_hooks(self)) and not _in_tiles(self, args):
+        if settings is not None and (layer.args or not has_hooks(self)):
             keeps = KeptInput() if kept is None else KeptInput(kept.codec, kept.keeps == WITH_ATTENTION)
             found = settings.plans.run(self, args, layer.keywords, keeps)
             if found is not None:
@@ -117,5 +117,7 @@ class PlannedLayerMixin(ModuleMixin):
 
 
 def _in_tiles(layer: nn.Module, args: tuple[Any, ...]) -> bool:
-    """Whether a checkpointed call runs module by module, because plans compute all rows at once."""
-    return bool(args) and isinstance(args[0], Tensor) and tiles_if_checkpointed(layer, args[0])
+    """Whether a call computes an MLP in tiles. Where a checkpoint function of others runs the layer again, it goes
+    module by module then: the second run ends before the MLP, and a plan's would not."""
+    many = bool(args) and isinstance(args[0], Tensor) and has_many_rows(args[0])
+    return has_tiles(layer) or (many and tiles_if_checkpointed(layer))

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..ops import opaque
 from ..ops.autocast import autocast_off
 from ..ops.first_order import once_differentiable
 from ..private_apis import accumulation_hooks, bare_apply, below_autograd
@@ -64,10 +65,11 @@ class Stages:
     Args:
         stops: Where the backward stops.
         inputs: The inputs of the plan.
+        calls: What its code calls that no tracer sees into.
     """
 
-    def __init__(self, stops: Stops, inputs: Sequence[Tensor | None]) -> None:
-        self.stops = stops
+    def __init__(self, stops: Stops, inputs: Sequence[Tensor | None], calls: Sequence[Any] = ()) -> None:
+        self.stops, self._calls = stops, calls
         last = {*range(len(inputs))}.difference(*stops)
         self._places = (*stops, tuple(sorted(last)))
         self._count = len(inputs)
@@ -109,7 +111,7 @@ class Stages:
                 "the stages of a patched layer's backward ran out of order; run one backward through a graph at a time"
             )
         try:
-            with autocast_off(self._device), below_autograd():
+            with autocast_off(self._device), below_autograd(), opaque.running(self._calls):
                 next(self._code)
         except StopIteration as end:
             self._code = None

@@ -28,6 +28,7 @@ from ..modules.base import settings_of, stock_type
 from ..ops import opaque
 from ..ops.kernel_nodes import left_to_a_compiler
 from ..ops.snapshot import Snapshot
+from ..ops.tiled_node import traced_in_tiles
 from ..private_apis import without_dispatch_modes, without_saved_tensor_hooks
 from ..private_apis.graphs import ONE_TRACE, code_when_asked
 from ..records import Padding
@@ -36,7 +37,7 @@ from .caches import Slot, is_filled, stand_in
 from .effects import without_effects
 from .given import CallArguments, Returned, Unknown
 from .look import Attributes
-from .noted import Data, Number, class_with
+from .noted import Data, Number, noted_in
 from .opaque_linear import node_of
 from .possible import opaque_in
 
@@ -84,12 +85,14 @@ class TraceSetting(NamedTuple):
         again: What backward computes again.
         dynamic: Whether the graph is for any sizes.
         left_out: Which rows are left out (`Padding` or `RepeatedRows`); None: none.
+        tiles: Whether MLPs of a checkpointed layer are computed in tiles.
     """
 
     autocast: torch.dtype | None
     again: Recompute
     dynamic: bool
     left_out: type | None
+    tiles: bool = False
 
 
 _shared: ContextVar[Store | None] = ContextVar("plans of several copies of a model", default=None)
@@ -180,7 +183,7 @@ def _learn(
     layer: nn.Module, given: CallArguments, setting: TraceSetting, places: set[tuple[str, str]]
 ) -> tuple[Known, set[tuple[str, str]]]:
     snapshot = _copied(layer)
-    noted = _noted(snapshot, layer, {place for place in places if place[0] != ARGUMENT})
+    noted = noted_in(snapshot, layer, {place for place in places if place[0] != ARGUMENT})
     integers = [Number(n) if (ARGUMENT, str(i)) in places else n for i, n in enumerate(given.integers)]
     noted.update({(ARGUMENT, str(i)): n for i, n in enumerate(integers) if isinstance(n, Number)})
     weights, device = len(snapshot.tensors), given.tensors[0].device.type
@@ -203,7 +206,8 @@ def _learn(
     inputs = [*snapshot.tensors, *given.tensors]
     others: dict[str, Sequence[Any]] = {"mask": given.masks, "integer": integers}
     settings: Any = settings_of(layer)
-    with foreign_functions_are_nodes(), left_to_a_compiler(settings.compile), opaque.traced_calls(others) as made:
+    nodes = foreign_functions_are_nodes(), left_to_a_compiler(settings.compile), traced_in_tiles(setting.tiles)
+    with nodes[0], nodes[1], nodes[2], opaque.traced_calls(others) as made:
         joint = trace(call, inputs, weights, setting.dynamic, _held(layer), setting.again == Recompute.ALL)
     joint.selective = settings.selective
     if setting.again == Recompute.ALL and any(one.draws for one in made):
@@ -256,25 +260,6 @@ def _made(
     except Exception as error:
         raise NotTraced(f"its graph cannot be run ({first_line(error)})") from error
     return plan
-
-
-def _noted(snapshot: Snapshot, layer: nn.Module, places: set[tuple[str, str]]) -> dict[tuple[str, str], Number | Data]:
-    """Let attributes note who looks at them."""
-    modules = dict(layer.named_modules(remove_duplicate=False))
-    noted: dict[tuple[str, str], Number | Data] = {}
-    read: dict[nn.Module, list[Data]] = {}
-    for path, name in places:
-        module = modules[path]
-        value = vars(module)[name]
-        if type(value) is int:
-            noted[path, name] = number = Number(value)
-            snapshot.replace(module, name, number)
-        else:
-            noted[path, name] = data = Data(name)
-            read.setdefault(module, []).append(data)
-    for module, attributes in read.items():
-        snapshot.replace_class(module, class_with(type(module), attributes))
-    return noted
 
 
 def _code(module: Any) -> Any:

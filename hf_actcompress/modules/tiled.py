@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import compilation, ops
+from ..ops import tiled_node
 from ..private_apis import transforms_or_export
 from ..records import checkpointed as is_checkpointed
 from ..records import current, stock_only
@@ -35,6 +36,11 @@ def rows_of_tiles(rows: int) -> int:
     """How many rows each tile of a checkpointed layer has; 0: it has too few rows for two tiles."""
     count = rows // LEAST_ROWS
     return -(-rows // count) if count > 1 else 0
+
+
+def has_many_rows(x: Tensor) -> bool:
+    """Whether x [..., H] has rows for several tiles of a checkpointed layer."""
+    return x.dim() > 1 and rows_of_tiles(x.numel() // max(1, x.shape[-1])) > 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,10 +70,13 @@ def draws(module: nn.Module) -> bool:
     return any(isinstance(part, nn.Dropout) and part.p > 0 and part.training for part in module.modules())
 
 
-def tiles_if_checkpointed(layer: nn.Module, x: Tensor) -> bool:
-    """Whether a layer with this input [..., H] computes an MLP in tiles where it is checkpointed."""
-    if x.dim() < 2 or not rows_of_tiles(x.numel() // max(1, x.shape[-1])) or is_sharded(layer):
-        return False
+def has_tiles(layer: nn.Module) -> bool:
+    """Whether an MLP in a layer is always computed in tiles."""
+    return any(isinstance(known := settings_of(part), TiledSettings) and known.tile for part in layer.modules())
+
+
+def tiles_if_checkpointed(layer: nn.Module) -> bool:
+    """Whether a layer with many rows computes an MLP in tiles where it is checkpointed."""
     found = ((part, settings_of(part)) for part in layer.modules())
     return any(isinstance(known, TiledSettings) and known.checkpointed and not draws(part) for part, known in found)
 
@@ -79,11 +88,15 @@ class TiledMixin(ModuleMixin):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         settings = self.actcompress
-        if settings is None or not (settings.tile or settings.checkpointed) or compilation.is_traced():
+        if settings is None or not (settings.tile or settings.checkpointed):
             return self.whole(*args, **kwargs)
         x = only_tensor(args, kwargs)
-        if x is None or x.dim() < 2 or not x.numel() or not x.is_floating_point():
+        if x is None or x.dim() < 2 or not x.is_floating_point():
             return self.whole(*args, **kwargs)
+        if compilation.is_traced():
+            return self._as_node(x) if self._is_node() else self.whole(x)
+        if not x.numel():
+            return self.whole(x)
         tile = settings.tile_of(self, x.numel() // x.shape[-1])
         if not tile or not self._may_be_tiled():
             return self.whole(*args, **kwargs)
@@ -97,6 +110,19 @@ class TiledMixin(ModuleMixin):
         if not own.is_closed:
             return self.whole(*args, **kwargs)
         return ops.tiled(x, self.stock_forward(), tile, own, codec=settings.codec)
+
+    def _is_node(self) -> bool:
+        """Whether a plan that is traced computes it in tiles."""
+        settings = self.actcompress
+        assert settings is not None
+        if not compilation.is_traced_plan():
+            return False
+        return settings.tile > 0 or (tiled_node.in_tiles() and not draws(self))
+
+    def _as_node(self, x: Tensor) -> Tensor:
+        assert self.actcompress is not None
+        compilation.keep(x, self.actcompress.codec_name)
+        return tiled_node.rows_as_node(self, _TILES, x, draws(self))
 
     def whole(self, *args: Any, **kwargs: Any) -> Any:
         """All rows at once."""
@@ -127,3 +153,11 @@ def _tile_of(module: TiledMixin) -> Callable[[Tensor], Tensor]:
         return y
 
     return run
+
+
+def _rows(module: TiledMixin, rows: int) -> int:
+    assert module.actcompress is not None
+    return module.actcompress.tile or rows_of_tiles(rows) or rows
+
+
+_TILES = tiled_node.Tiles(_rows, lambda module: module.stock_forward(), _tile_of)  # type: ignore[arg-type]

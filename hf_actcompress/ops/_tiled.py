@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -70,22 +70,21 @@ class TiledFunction(torch.autograd.Function):
         ctx.again, ctx.tile, ctx.own = SameAutocast(own.run, x), tile, own
         before = StateBefore(x.device)
         # without autocast's cache, which would hold a cast of each MLP's weights until the whole forward ends
-        y = no_view(_forward(SameAutocast(stock, x), x, tile))
+        y = no_view(forward_in_tiles(SameAutocast(stock, x), x, tile))
         ctx.drawn = before if before.has_changed() else None
         return y
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        if not ctx.own.are_the_same():
-            raise RuntimeError(_CHANGED)
         x, is_ours = load_one(ctx if ctx.source is None else ctx.source, dy)
-        needed = ctx.needs_input_grad[5:]
-        sums = _Sums(ctx.own.tensors, needed, one_tile=_in_rows(x).shape[-2] <= ctx.tile)
-        drawn = replayed_rng(ctx.drawn.state, ctx.drawn.device) if ctx.drawn is not None else nullcontext()
-        with stock_only(), drawn:
-            dx = _backward(ctx, x, dy, sums, is_ours)
-        return dx, None, None, None, None, *sums.gradients()
+        weights = [
+            w.detach().requires_grad_(needed)
+            for w, needed in zip(ctx.own.tensors, ctx.needs_input_grad[5:], strict=True)
+        ]
+        run = TiledRun(ctx.again, ctx.tile, ctx.own, ctx.drawn)
+        dx, grads = run.backward(x, dy, weights, needs_x=ctx.needs_input_grad[0], over_x=is_ours)
+        return dx, None, None, None, None, *grads
 
 
 class _Sums:
@@ -94,9 +93,9 @@ class _Sums:
     The tiles read aliases of the weights. Each gradient is added to its sum and freed as soon as it is computed.
     """
 
-    def __init__(self, weights: Sequence[Tensor], needed: Sequence[bool], one_tile: bool) -> None:
+    def __init__(self, weights: Sequence[Tensor], one_tile: bool) -> None:
         # weights that are not trained, such as quantised ones, are read as they are
-        self.aliases = [alias(w, True) if wanted else w for w, wanted in zip(weights, needed, strict=True)]
+        self.aliases = [alias(w, True) if w.requires_grad else w for w in weights]
         self._sums: list[Tensor | None] = [None] * len(weights)
         self._one_tile = one_tile
         for index, x in enumerate(self.aliases):
@@ -133,7 +132,7 @@ def _in_rows(x: Tensor) -> Tensor:
     return x if x.dim() == 2 else x.reshape(1, -1, x.shape[-1])
 
 
-def _forward(stock: _Rows, x: Tensor, tile: int) -> Tensor:
+def forward_in_tiles(stock: _Rows, x: Tensor, tile: int) -> Tensor:
     rows = _in_rows(x)
     y: Tensor | None = None
     for part in tiles(rows, tile):
@@ -145,21 +144,49 @@ def _forward(stock: _Rows, x: Tensor, tile: int) -> Tensor:
     return y.view(*x.shape[:-1], y.shape[-1])
 
 
-def _backward(ctx: Any, x: Tensor, dy: Tensor, sums: _Sums, is_ours: bool) -> Tensor | None:
-    """dx, written over x if `is_ours` allows it: a tile of x is not read again after its dx is known."""
-    rows, grads = _in_rows(x), _in_rows(dy)
-    dx = None
-    if ctx.needs_input_grad[0]:
-        dx = rows if is_ours else torch.empty_like(rows, memory_format=torch.contiguous_format)
-    for part in tiles(rows, ctx.tile):
-        given = alias(rows[..., part, :], dx is not None)
-        with torch.enable_grad():
-            y = ctx.again(sums.aliases, given)
-        wanted = [t for t in (given, *sums.aliases) if t.requires_grad]
-        torch.autograd.backward(y, grads[..., part, :], inputs=wanted)
-        if dx is not None:
-            dx[..., part, :] = given.grad if given.grad is not None else 0.0
-    return None if dx is None else dx.view(x.shape)
+class TiledRun(NamedTuple):
+    """What a backward in tiles needs of its forward.
+
+    Attributes:
+        again: Of weights and rows: the output, or something with the same gradients.
+        tile: The rows of a tile.
+        own: The module as it was.
+        drawn: The generator's state if random numbers were drawn.
+    """
+
+    again: Callable[..., Tensor]
+    tile: int
+    own: Snapshot
+    drawn: StateBefore | None
+
+    def backward(
+        self, x: Tensor, dy: Tensor, weights: Sequence[Tensor], *, needs_x: bool, over_x: bool
+    ) -> tuple[Tensor | None, Iterator[Tensor | None]]:
+        """The gradients of x and of the weights that want one.
+
+        Args:
+            x, dy: [..., H].
+            weights: The same as the module's, in the same order.
+            needs_x: Whether x wants a gradient.
+            over_x: Whether it may be written over x: a tile of x is not read again after its gradient is known.
+        """
+        if not self.own.are_the_same():
+            raise RuntimeError(_CHANGED)
+        rows, grads, dx = _in_rows(x), _in_rows(dy), None
+        sums = _Sums(weights, one_tile=rows.shape[-2] <= self.tile)
+        if needs_x:
+            dx = rows if over_x else torch.empty_like(rows, memory_format=torch.contiguous_format)
+        drawn = replayed_rng(self.drawn.state, self.drawn.device) if self.drawn is not None else nullcontext()
+        with stock_only(), drawn:
+            for part in tiles(rows, self.tile):
+                given = alias(rows[..., part, :], dx is not None)
+                with torch.enable_grad():
+                    y = self.again(sums.aliases, given)
+                wanted = [t for t in (given, *sums.aliases) if t.requires_grad]
+                torch.autograd.backward(y, grads[..., part, :], inputs=wanted)
+                if dx is not None:
+                    dx[..., part, :] = given.grad if given.grad is not None else 0.0
+        return None if dx is None else dx.view(x.shape), sums.gradients()
 
 
 def tiled(x: Tensor, stock: _Rows, tile: int, own: Snapshot, *, codec: Codec = IDENTITY) -> Tensor:
@@ -188,6 +215,6 @@ def tiled(x: Tensor, stock: _Rows, tile: int, own: Snapshot, *, codec: Codec = I
         RuntimeError: A weight was written in place, or an adapter was merged into one, before the backward.
     """
     if not torch.is_grad_enabled():
-        return _forward(stock, x, tile)
+        return forward_in_tiles(stock, x, tile)
     kept = applied(KeptFunction, x, codec) if x.requires_grad else x
     return applied(TiledFunction, kept, stock, tile, codec, own, *own.tensors)

@@ -115,9 +115,9 @@ class _State(threading.local):
     likes: Of each call in the trace, its tensors that want a gradient.
     """
 
-    made: list[OpaqueCall] | None = None
+    made: list[Any] | None = None
     given: Mapping[str, Sequence[Any]] = {}
-    running: Sequence[Run] = ()
+    running: Sequence[Any] = ()
     likes: dict[int, list[Tensor]] = {}
 
 
@@ -125,7 +125,7 @@ _state = _State()
 
 
 @contextmanager
-def traced_calls(given: Mapping[str, Sequence[Any]]) -> Iterator[list[OpaqueCall]]:
+def traced_calls(given: Mapping[str, Sequence[Any]]) -> Iterator[list[Any]]:
     """While a layer is traced: the calls that it makes. `given` is what the layer's call is given, by kind."""
     before = _state.made, _state.given, _state.likes
     _state.made, _state.given, _state.likes = [], given, {}
@@ -135,18 +135,34 @@ def traced_calls(given: Mapping[str, Sequence[Any]]) -> Iterator[list[OpaqueCall
         _state.made, _state.given, _state.likes = before
 
 
-def running(calls: Sequence[Run]) -> AbstractContextManager[None]:
+def running(calls: Sequence[Any]) -> AbstractContextManager[None]:
     """While the graph of a layer runs: what its nodes call."""
     return _running(calls) if calls else _NOTHING
 
 
 @contextmanager
-def _running(calls: Sequence[Run]) -> Iterator[None]:
+def _running(calls: Sequence[Any]) -> Iterator[None]:
     before, _state.running = _state.running, calls
     try:
         yield
     finally:
         _state.running = before
+
+
+def calls_so_far() -> list[Any]:
+    """The calls that the trace in progress has found."""
+    assert _state.made is not None, "a layer is traced"
+    return _state.made
+
+
+def is_running() -> bool:
+    """Whether the graph of a layer runs that has such calls."""
+    return bool(_state.running)
+
+
+def call_running(number: int) -> Any:
+    """A call of the graph that runs."""
+    return _state.running[number]
 
 
 def attention(
@@ -269,7 +285,8 @@ def _run(
         # a plan's code is tried on tensors without data, and without a layer
         out, _ = fake(tensors, call, given, *rest)
         return out, Ran(out.new_empty(0), Box([(x.shape, x.dtype) for x in tensors if x.is_floating_point()]))
-    return _state.running[call](tensors, given)
+    run: Run = _state.running[call]
+    return run(tensors, given)
 
 
 # what each op runs

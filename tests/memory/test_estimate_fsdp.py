@@ -56,7 +56,8 @@ def truth(
 
 CASES: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "stock": (partial(LLAMA, 3), {"config": None}),
-    "no tiles": (partial(LLAMA, 3), {"config": "long"}),
+    "tiles": (partial(LLAMA, 3), {"config": "long"}),
+    "tiles, checkpointed": (partial(LLAMA, 6), {"config": "long", "gradient_checkpointing": True}),
     "exact, many layers": (partial(LLAMA, 9), {}),
     "a large vocabulary": (partial(LLAMA, 3, vocab_size=8000), {}),
     "checkpointing": (partial(LLAMA, 6), {"gradient_checkpointing": True}),

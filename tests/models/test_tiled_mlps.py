@@ -143,12 +143,13 @@ def test_odd_calls() -> None:
         y.sum().backward()
 
 
-def test_weights_that_were_written_on_raise() -> None:
-    model = patch_model(llama(layers=1), TILED)
+@pytest.mark.parametrize(("trained", "said"), [(True, "modified by an inplace operation"), (False, "written on")])
+def test_weights_that_were_written_on_raise(trained: bool, said: str) -> None:
+    model: Any = patch_model(llama(layers=1).requires_grad_(trained), TILED)
     y = model(inputs_embeds=some_rows().requires_grad_()).last_hidden_state
     with torch.no_grad():
-        model.layers[0].mlp.up_proj.weight.add_(1)  # type: ignore[union-attr, index]
-    with pytest.raises(RuntimeError, match="written on"):
+        model.layers[0].mlp.up_proj.weight.add_(1)
+    with pytest.raises(RuntimeError, match=said):
         y.sum().backward()
 
 
@@ -228,19 +229,22 @@ def test_an_mlp_keeps_its_input_alone() -> None:
 @pytest.mark.daily(2)
 @pytest.mark.parametrize("trained", [True, False])
 def test_the_peak_of_a_checkpointed_layer(trained: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Peaks are in bytes per token and channel, above what is kept. A tile is small compared with the layer."""
+    """Peaks are in bytes per token and channel, above what is kept. A tile is small compared with the layer.
+
+    In fp32: in bf16 a CPU, which has no kernel for it, computes the norm's backward in fp32, and that is the peak then.
+    """
     monkeypatch.setattr(tiles, "TILE", 2**14)
     hidden, rows, peaks = 128, 8192, []
     for config in (None, CompressionConfig(tiled_mlp=64)):
-        model = llama(2, hidden, torch.bfloat16).requires_grad_(trained)
+        model = llama(2, hidden, torch.float32).requires_grad_(trained)
         if config is not None:
             patch_model(model, config)
         checkpointed(model)
-        x = some_rows(hidden, rows // 2, torch.bfloat16).requires_grad_()
+        x = some_rows(hidden, rows // 2, torch.float32).requires_grad_()
         y = model(inputs_embeds=x).last_hidden_state
         dy = torch.randn_like(y)
         peaks.append(allocator_trace(lambda y=y, dy=dy: y.backward(dy)).peak_bytes / x.numel())
-    assert peaks[1] <= 16 < 45 <= peaks[0], peaks
+    assert peaks[1] <= 32 < 90 <= peaks[0], peaks
 
 
 def test_sums_of_weights_take_no_copy_of_a_gradient() -> None:

@@ -14,22 +14,22 @@ from hf_actcompress import CompressionConfig, estimate, patch_model
 from hf_actcompress.layers.site import PlannedLayerMixin
 from hf_actcompress.memory.measurement.allocator import allocator_trace
 from hf_actcompress.modules import tiled as tiled_mlps
-from hf_actcompress.ops import _tiled as ops_tiled
+from hf_actcompress.ops import tiled_node
 from hf_actcompress.reference import tiles
 from tests.models.test_tiled_mlps import Products, checkpointed, gradients, llama, some_rows, with_lora
 from tests.oracle import assert_within_law
 
 
 def _tiles_that_run(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The rows of a tile of each MLP that is computed in tiles from now on."""
+    """The rows of a tile of each MLP that is computed in tiles by a plan from now on."""
     seen: list[int] = []
-    forward = ops_tiled.TiledFunction.forward
+    forward = tiled_node.forward_in_tiles
 
-    def counted(*args: Any) -> Any:
-        seen.append(args[3])
-        return forward(*args)
+    def counted(stock: Any, x: Tensor, tile: int) -> Tensor:
+        seen.append(tile)
+        return forward(stock, x, tile)
 
-    monkeypatch.setattr(ops_tiled.TiledFunction, "forward", staticmethod(counted))
+    monkeypatch.setattr(tiled_node, "forward_in_tiles", counted)
     return seen
 
 
@@ -79,7 +79,7 @@ def test_the_default_peak_of_a_checkpointed_layer_at_full_size(monkeypatch: pyte
     )  # fmt: skip
     ids, peaks, said = torch.randint(0, 64, (32, 512)), [], []
     for rows in (0, "checkpointed"):
-        asked = CompressionConfig(tiled_mlp=rows, plans=False)
+        asked = CompressionConfig(tiled_mlp=rows)
         torch.manual_seed(0)
         model = checkpointed(patch_model(hf.LlamaForCausalLM(config).to(torch.bfloat16).train(), asked))
         for p in model.parameters():
@@ -89,11 +89,11 @@ def test_the_default_peak_of_a_checkpointed_layer_at_full_size(monkeypatch: pyte
         peaks.append(step.peak_bytes)
         options: dict[str, Any] = {"gradient_checkpointing": True, "dtype": "bfloat16", "device": "cpu"}
         said.append(estimate(config, batch_size=32, seq_len=512, config=asked, **options).step_peak_bytes)
-    assert peaks[1] < 0.72 * peaks[0], peaks
+    assert peaks[1] < 0.93 * peaks[0], peaks
     assert said == pytest.approx(peaks, rel=0.05)
 
 
-def test_a_plain_mlp_is_in_tiles_and_its_layer_a_program_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plain_mlp_is_in_tiles_in_a_checkpointed_layers_plan_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiled_mlps, "LEAST_ROWS", 16)
     seen = _tiles_that_run(monkeypatch)
     model: Any = patch_model(_gpt2(resid_pdrop=0.0))
@@ -102,11 +102,11 @@ def test_a_plain_mlp_is_in_tiles_and_its_layer_a_program_otherwise(monkeypatch: 
     assert all(isinstance(layer, PlannedLayerMixin) for layer in model.transformer.h)
     assert not seen and [layer.actcompress.plans.calls for layer in model.transformer.h] == [1, 1]
     checkpointed(model)(input_ids=ids, labels=ids).loss.backward()
-    assert seen == [20, 20]
+    assert seen == [20, 20] and [layer.actcompress.plans.calls for layer in model.transformer.h] == [2, 2]
 
 
 def test_an_mlp_with_dropout_stays_whole_and_draws_stocks_masks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its layer then runs as a program, as with few rows."""
+    """Its layer's plan is that of few rows."""
     monkeypatch.setattr(tiled_mlps, "LEAST_ROWS", 16)
     seen = _tiles_that_run(monkeypatch)
     ids, losses = torch.randint(0, 64, (2, 20)), []

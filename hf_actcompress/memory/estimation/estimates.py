@@ -146,7 +146,7 @@ class Estimates:
         notes = [] if self._zero is None else [self._zero.note(states)]
         notes += [held.DDP_NOTE] if self._ddp else []
         asked = _resolved(config)
-        notes += [held.TILES_NOTE] if self._sharded and asked is not None and asked.always_in_tiles else []
+        notes += [held.TILES_NOTE] if self._in_pieces and asked is not None and asked.always_in_tiles else []
         return assembled(found, self._described(gradient_checkpointing), setting, states, name_of(config), notes)
 
     def device_bytes(self, batch_size: int, seq_len: int, config: Asked, gradient_checkpointing: bool = False) -> int:
@@ -229,14 +229,14 @@ class Estimates:
         resolved = _resolved(config)
         if self._setting.compiled and resolved is not None and resolved.offloads:
             raise ModelConfigError('what offloading keeps under torch.compile is not estimated; use engine="eager"')
-        if resolved is not None and self._sharded:
+        if resolved is not None and self._in_pieces:
             resolved = replace(resolved, tiled_mlp=0)
         return replace(self._setting, batch_size=batch_size, seq_len=seq_len, config=resolved)
 
     @property
-    def _sharded(self) -> bool:
-        """Whether each process has a part of every weight, so that no MLP is computed in tiles."""
-        return self._setting.ranks > 1 or (self._zero is not None and self._zero.stage == 3)
+    def _in_pieces(self) -> bool:
+        """Whether hooks on each module bring its weights, so that layers have no plans and no MLP is in tiles."""
+        return self._zero is not None and self._zero.stage == 3
 
     def _model(self, checkpointing: bool) -> nn.Module:
         if checkpointing not in self._models:

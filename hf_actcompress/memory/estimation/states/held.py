@@ -21,10 +21,10 @@ CONTEXT_BYTES = 640 * 2**20
 DDP_NOTE = (
     "the buckets of DistributedDataParallel are a second copy of all gradients; gradient_as_bucket_view=True saves that"
 )
-# modules/tiled.py leaves MLPs whole whose weights are there only while their layer runs
+# modules/tiled.py leaves MLPs whole whose weights are there only while their module runs
 TILES_NOTE = (
-    "no MLP is computed in tiles where FSDP2 or ZeRO-3 shards its weights: a preset with tiled_mlp (long) keeps there "
-    "what it keeps without, and takes no further time"
+    "no MLP is computed in tiles where ZeRO-3 shards its weights: a preset with tiled_mlp (long) keeps there what it "
+    "keeps without, and takes no further time"
 )
 
 

@@ -1,0 +1,180 @@
+"""An MLP in tiles of rows as one node of a layer's graph: its own code runs a tile at a time, forward and backward.
+
+The node keeps nothing: its backward is given the input and the weights again (`_tiled`). So where a checkpointed layer
+runs again in backward, the MLP does not, as long as nobody reads its output there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..private_apis import FakeTensor, above_autograd, without_dispatch_modes
+from ..reference.dropout import StateBefore
+from . import opaque
+from ._linear import no_view
+from ._tiled import TiledRun, forward_in_tiles
+from .autocast import SameAutocast, autocast_dtype
+from .snapshot import Snapshot
+
+_LIBRARY = torch.library.Library("hf_actcompress", "FRAGMENT")  # type: ignore[no-untyped-call]
+_LIBRARY.define("tiled(Tensor x, Tensor[] weights, int call, int features, ScalarType dtype) -> Tensor")  # type: ignore[no-untyped-call]
+_LIBRARY.define(
+    "tiled_bwd(Tensor dy, Tensor x, Tensor[] weights, int call, bool needs_x, bool over_x=False) -> Tensor[]"
+)  # type: ignore[no-untyped-call]
+TILED = torch.ops.hf_actcompress.tiled.default
+TILED_BWD = torch.ops.hf_actcompress.tiled_bwd.default
+# whether the layer that is traced is checkpointed and has so many rows that its MLPs are computed in tiles
+_checkpointed: ContextVar[bool] = ContextVar("a checkpointed layer in tiles", default=False)
+
+
+@contextmanager
+def traced_in_tiles(yes: bool) -> Iterator[None]:
+    """While the block runs, a checkpointed layer with many rows is traced, or not (`yes`)."""
+    token = _checkpointed.set(yes)
+    try:
+        yield
+    finally:
+        _checkpointed.reset(token)
+
+
+def in_tiles() -> bool:
+    """Whether a checkpointed layer with many rows is traced."""
+    return _checkpointed.get()
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """How an MLP is computed in tiles.
+
+    Attributes:
+        rows: Of the MLP and the rows of a call: how many of them are computed at a time.
+        stock: Of the MLP: its code.
+        code: The same of a copy of it, for the gradients alone.
+    """
+
+    rows: Callable[[nn.Module, int], int]
+    stock: Callable[[Any], Callable[[Tensor], Tensor]]
+    code: Callable[[Any], Callable[[Tensor], Tensor]]
+
+
+@dataclass(frozen=True)
+class TiledCall:
+    """One call of such an MLP in a layer's code.
+
+    Attributes:
+        tiles: How it is computed.
+        path: The MLP, by its name in the layer.
+        autocast: The device and the dtype of autocast in the forward; None without it.
+        draws: Whether it has dropout.
+    """
+
+    tiles: Tiles
+    path: str
+    autocast: tuple[str, torch.dtype] | None
+    draws: bool
+
+    def of(self, module: nn.Module, given: Mapping[str, Sequence[Any]], runs_again: bool) -> _Running:
+        """The call in one call of a layer, whose MLP is `module`."""
+        return _Running(self, module, runs_again)
+
+
+class _Running:
+    """One call of an MLP in tiles, for its forward and its backward, which reads nothing from the module."""
+
+    def __init__(self, call: TiledCall, module: nn.Module, runs_again: bool) -> None:
+        self._call = call
+        self._drawn: StateBefore | None = None
+        self._own = Snapshot(module, call.tiles.code)
+        self._stock = Snapshot(module, call.tiles.stock) if runs_again else call.tiles.stock(module)
+        self._rows = partial(call.tiles.rows, module)
+        self._tile = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        device, dtype = self._call.autocast or (x.device.type, None)
+        before = StateBefore(x.device)
+        self._tile = self._tile or self._rows(x.numel() // x.shape[-1])
+        with above_autograd(), torch.no_grad(), torch.autocast(device, dtype, dtype is not None, cache_enabled=False):
+            self._again = SameAutocast(self._own.run, x)
+            y = no_view(forward_in_tiles(self._stock, x, self._tile))
+        self._drawn = before if before.has_changed() else None
+        return y
+
+    def backward(self, dy: Tensor, x: Tensor, weights: Sequence[Tensor], needs_x: bool, over_x: bool) -> list[Tensor]:
+        given = iter(weights)
+        own = [next(given).detach().requires_grad_() if w.requires_grad else w for w in self._own.tensors]
+        run = TiledRun(self._again, self._tile, self._own, self._drawn)
+        with above_autograd():
+            dx, grads = run.backward(x, dy, own, needs_x=needs_x, over_x=over_x)
+        return [x for x in (dx, *grads) if x is not None]
+
+
+class _Node(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, call: int, features: int, dtype: torch.dtype, x: Tensor, *weights: Tensor) -> Tensor:
+        ctx.save_for_backward(x, *weights)
+        ctx.call = call
+        return TILED(x, list(weights), call, features, dtype)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Any:  # type: ignore[override]
+        x, *weights = ctx.saved_tensors
+        needs_x = ctx.needs_input_grad[3]
+        found = TILED_BWD(dy, x, weights, ctx.call, needs_x)
+        return None, None, None, *([] if needs_x else [None]), *found
+
+
+def rows_as_node(module: nn.Module, tiles: Tiles, x: Tensor, draws: bool) -> Tensor:
+    """What an MLP returns of x [..., H], in a trace: as one node. `module` is its copy, `draws`: it has dropout."""
+    made, dtype = opaque.calls_so_far(), autocast_dtype(x)
+    count = len(made)
+    with without_dispatch_modes(), torch.no_grad():
+        # one row says how many features and which dtype come out
+        row = tiles.stock(module)(x.new_empty((1,) * (x.dim() - 1) + (x.size(-1),)))
+    del made[count:]
+    autocast = None if dtype is None else (x.device.type, dtype)
+    made.append(TiledCall(tiles, vars(module)[opaque.PATH], autocast, draws))
+    weights = [w for w in Snapshot(module, tiles.code).tensors if w.requires_grad]
+    y: Tensor = _Node.apply(count, row.size(-1), row.dtype, x, *weights)  # type: ignore[no-untyped-call]
+    return y
+
+
+@torch.library.register_fake("hf_actcompress::tiled", lib=_LIBRARY)
+def _tiled(x: Tensor, weights: list[Tensor], call: int, features: int, dtype: torch.dtype) -> Tensor:
+    return x.new_empty((*x.shape[:-1], features), dtype=dtype)
+
+
+@torch.library.register_fake("hf_actcompress::tiled_bwd", lib=_LIBRARY)
+def _tiled_bwd(
+    dy: Tensor, x: Tensor, weights: list[Tensor], call: int, needs_x: bool, over_x: bool = False
+) -> list[Tensor]:
+    given = [x, *weights] if needs_x else weights
+    return [torch.empty_like(t, memory_format=torch.contiguous_format) for t in given]
+
+
+def _run(x: Tensor, weights: list[Tensor], call: int, features: int, dtype: torch.dtype) -> Tensor:
+    if isinstance(x, FakeTensor) and not opaque.is_running():
+        # a plan's code is tried on tensors without data, and without a layer
+        return _tiled(x, weights, call, features, dtype)  # type: ignore[no-any-return]
+    y: Tensor = opaque.call_running(call).forward(x)
+    return y
+
+
+def _run_backward(
+    dy: Tensor, x: Tensor, weights: list[Tensor], call: int, needs_x: bool, over_x: bool = False
+) -> list[Tensor]:
+    if isinstance(x, FakeTensor) and not opaque.is_running():
+        return _tiled_bwd(dy, x, weights, call, needs_x)  # type: ignore[no-any-return]
+    grads: list[Tensor] = opaque.call_running(call).backward(dy, x, weights, needs_x, over_x)
+    return grads
+
+
+# what each op runs
+RUNS: dict[Any, Callable[..., Any]] = {TILED: _run, TILED_BWD: _run_backward}
