@@ -24,7 +24,8 @@ def is_compiling() -> bool:
 
 def is_traced() -> bool:
     """Whether a patched module runs to be traced: by a compiler, or for the plan of a layer."""
-    return is_compiling() or _tracing.plan
+    # not by `is_compiling`: this runs for each op
+    return _tracing.plan or _tracing.for_compiler or torch.compiler.is_compiling()
 
 
 def is_traced_plan() -> bool:

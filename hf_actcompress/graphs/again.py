@@ -13,12 +13,13 @@ from torch.fx import Graph, Node
 
 from ..compilation.policy import is_cheap, is_statistic, is_view
 from ..records import Derived, declare, restores_rows
+from .batch_norms import BATCH_NORMS, copy_without_statistics, read_again
 from .code import forward_code
 from .divide import Halves
 from .keeping import source_of
 from .rules import PRODUCTS
 
-# how many tensors an output may be made of
+# how many tensors an output may be made of, beside weights
 _SOURCES = 8
 _Back = Callable[[Tensor], Tensor]
 
@@ -76,8 +77,9 @@ def recomputed(halves: Halves, place: int, y: Node, backs: Mapping[Node, _Back],
         elif not _is_recomputed(x):
             return None
         else:
-            pending += x.all_input_nodes
-    if len(needs) > _SOURCES:
+            pending += read_again(x)
+    inputs = halves.inputs
+    if sum(x not in inputs[:parameters] for x in needs) > _SOURCES:
         return None
     graph = Graph()
     given = [graph.placeholder(x.name) for x in needs]
@@ -86,9 +88,8 @@ def recomputed(halves: Halves, place: int, y: Node, backs: Mapping[Node, _Back],
         placeholder.meta = dict(x.meta)
     for x in halves.forward.graph.nodes:
         if x in seen and x not in copied:
-            copied[x] = graph.node_copy(x, copied.__getitem__)
+            copied[x] = copy_without_statistics(graph, x, copied)
     run = forward_code(graph, given, [copied[y]], [])
-    inputs = halves.inputs
     own = tuple(x not in inputs for x in needs)
     weights = tuple(x in inputs[:parameters] for x in needs)
     code = _First(run, [backs.get(x) for x in needs])
@@ -112,5 +113,7 @@ class _First:
 def _is_recomputed(x: Node) -> bool:
     if x.op != "call_function" or x.target in PRODUCTS:
         return False
+    if x.target in BATCH_NORMS:
+        return bool(x.args[5])
     is_size = isinstance(x.meta.get("val"), (int, torch.SymInt))
     return is_size or is_cheap(x) or is_view(x) or is_statistic(x) or x.target is operator.getitem

@@ -11,6 +11,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from ..compilation.policy import draws_or_writes, is_view, numel
 from ..private_apis.graphs import divided
+from .batch_norms import compute_once
 from .fewer_views import fewer_views
 from .fused import fuse
 from .opaque_inputs import give_again
@@ -58,6 +59,7 @@ def divide(joint: Joint) -> Halves:
     give_again(joint)
     joint.module.recompile()
     forward, backward = divided(joint.module, [*joint.inputs, *joint.tangents], joint.mode, joint.outputs)
+    compute_once(forward.graph)
     _keep_bases(forward, backward, joint.outputs)
     names = [x.name for x in _results(forward)[joint.outputs :]]
     for module in (forward, backward):

@@ -58,8 +58,6 @@ class LayerPlan:
         elements: How many elements all weights with a gradient have.
         repeats: The inputs that autograd is given once more, for each further gradient that it adds up.
         checkpointed: Whether it keeps its inputs, and makes again what it would keep otherwise.
-        calls_again: Whether its backward calls what no tracer sees into: what runs again, and MLPs in tiles.
-        tiles: Whether it computes MLPs in tiles.
         makes_weights: Whether its backward computes weights, such as an adapted one, from parameters.
         left_out: What a call checks that leaves rows out; None for a plan that keeps all rows.
         mode: The mode that made the tensors without data in the graphs.
@@ -82,8 +80,6 @@ class LayerPlan:
     elements: int
     repeats: tuple[int, ...]
     checkpointed: bool
-    calls_again: bool
-    tiles: bool
     makes_weights: bool
     left_out: LeftOut | None
     mode: FakeTensorMode
@@ -94,6 +90,16 @@ class LayerPlan:
     def places_outside(self) -> list[int]:
         """The places of kept inputs among the kept tensors."""
         return [x.place for x in self.outside]
+
+    @cached_property
+    def calls_again(self) -> bool:
+        """Whether its backward calls what no tracer sees into: what runs again, and MLPs in tiles."""
+        return any(node.target in _CALLS for node in self.halves.backward.graph.nodes)
+
+    @cached_property
+    def tiles(self) -> bool:
+        """Whether it computes MLPs in tiles."""
+        return any(node.target is TILED_BWD for node in self.halves.backward.graph.nodes)
 
     def missing(self, grads: Sequence[Tensor | None]) -> frozenset[int]:
         """The outputs that could have a gradient and have none."""
@@ -154,8 +160,6 @@ def make_plan(
         elements=_elements(joint, halves),
         repeats=repeats,
         checkpointed=recomputes,
-        calls_again=any(node.target in _CALLS for node in halves.backward.graph.nodes),
-        tiles=any(node.target is TILED_BWD for node in halves.backward.graph.nodes),
         makes_weights=_makes_weights(halves, joint.parameters),
         mode=joint.mode,
     )

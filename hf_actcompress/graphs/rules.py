@@ -13,6 +13,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from ..compilation.policy import CODEC, apply_policy, hint, is_view, nbytes, numel, of_forward, tag_recompute
 from ..ops.opaque import LINEAR
 from ..ops.tiled_node import TILED
+from .batch_norms import recompute_outputs
 from .draws import DROPPED
 from .redraw import drawn_from, is_drawn, state_before
 from .trace import Joint
@@ -42,6 +43,7 @@ def tag(joint: Joint) -> None:
     for node in graph.nodes:
         if node in forward and is_recomputed(node) and _is_last(node):
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+    recompute_outputs(graph, forward)
     for node in graph.nodes:
         if node in forward and node.target in NORMS and not feeds_backward(_result(node), forward):
             # the norm need not run again for its statistics alone

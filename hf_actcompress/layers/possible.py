@@ -41,10 +41,10 @@ def why_not(layer: nn.Module, other: Codec) -> str:
             continue
         if not type(module).__mro__[1].__module__.startswith(_PACKAGE):
             return f"{name} has an op of its own"
+        if settings.role == Role.BATCH_NORM and other != IDENTITY:
+            return f"{name} has an input that goes through a codec of feature maps"
         unknown = settings.role in _VARIANTS and settings.keeps != "input"
         unknown = unknown or (settings.role == Role.ATTENTION and _is_for_modules(settings))
-        if settings.role == Role.BATCH_NORM:
-            return f"{name} writes running statistics"
         if unknown or not packs_alike(settings.codec):
             return f"{name} keeps something in a way that plans do not know"
     return ""

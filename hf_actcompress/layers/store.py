@@ -206,8 +206,8 @@ def _learn(
     inputs = [*snapshot.tensors, *given.tensors]
     others: dict[str, Sequence[Any]] = {"mask": given.masks, "integer": integers}
     settings: Any = settings_of(layer)
-    nodes = foreign_functions_are_nodes(), left_to_a_compiler(settings.compile), traced_in_tiles(setting.tiles)
-    with nodes[0], nodes[1], nodes[2], opaque.traced_calls(others) as made:
+    rules = left_to_a_compiler(settings.compile), traced_in_tiles(setting.tiles)
+    with foreign_functions_are_nodes(), rules[0], rules[1], opaque.traced_calls(others) as made:
         joint = trace(call, inputs, weights, setting.dynamic, _held(layer), setting.again == Recompute.ALL)
     joint.selective = settings.selective
     if setting.again == Recompute.ALL and any(one.draws for one in made):
@@ -217,8 +217,7 @@ def _learn(
     sizes = Sizes(joint) if setting.dynamic else None
     rows = None if setting.left_out is None else TokenSizes(joint, setting.left_out is Padding)
     plan = _made(joint, inputs, setting.again, _others(layer), rows)
-    used = {place for place, one in noted.items() if one.used}
-    return Known(plan, returned[0], slots, sizes, tuple(made)), used
+    return Known(plan, returned[0], slots, sizes, tuple(made)), {place for place, one in noted.items() if one.used}
 
 
 def _copied(layer: nn.Module) -> Snapshot:

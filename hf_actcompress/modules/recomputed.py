@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
 from .. import compilation, ops
+from ..ops import opaque
 from ..records import declare, stored_exact, whole_record_of
 from .base import ModuleMixin, code_of, is_sharded, keeps_for_backward, only_tensor
 
@@ -34,9 +37,13 @@ class BatchNormMixin(ModuleMixin):
     bias: Tensor | None
     running_mean: Tensor | None
     running_var: Tensor | None
+    num_batches_tracked: Tensor | None
+    momentum: float | None
     eps: float
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if compilation.is_traced_plan():
+            return self._in_plan(*args, **kwargs)
         y = super().forward(*args, **kwargs)
         x, settings = only_tensor(args, kwargs), self.actcompress
         plain = x is not None and settings is not None and not compilation.is_traced()
@@ -48,6 +55,37 @@ class BatchNormMixin(ModuleMixin):
             made = partial(_normed, self.eps, bool(statistics), bool(affine))
             declare(y, made, whole_record_of(x), *(stored_exact(t) for t in (*statistics, *affine) if t is not None))
         return y
+
+    def _in_plan(self, *args: Any, **kwargs: Any) -> Any:
+        """In the trace of a plan: each call of the layer counts the batch then, and the graph does not."""
+        count = self.num_batches_tracked
+        if not self.training or count is None:
+            return super().forward(*args, **kwargs)
+        if self.momentum is None:
+            raise NotImplementedError("a BatchNorm averages over all batches")
+        opaque.calls_so_far().append(BatchCount(vars(self)[opaque.PATH]))
+        self.num_batches_tracked = None
+        try:
+            return super().forward(*args, **kwargs)
+        finally:
+            self.num_batches_tracked = count
+
+
+@dataclass(frozen=True)
+class BatchCount:
+    """A call of a BatchNorm in a layer's code, whose only trace outside of the graph is the number of batches.
+
+    Attributes:
+        path: The BatchNorm, by its name in the layer.
+        draws: Whether it draws random numbers.
+    """
+
+    path: str
+    draws: bool = False
+
+    def of(self, module: Any, given: Mapping[str, Sequence[Any]], runs_again: bool) -> None:
+        """Count the batch in one call of the layer, whose BatchNorm is `module`."""
+        module.num_batches_tracked.add_(1)
 
 
 def _normed(eps: float, running: bool, affine: bool, x: Tensor, *sources: Tensor) -> Tensor:

@@ -13,6 +13,8 @@ from torch import Tensor
 from ..compiling import is_compiling
 
 _NOTHING = nullcontext()
+# so that nobody need be asked
+_WITH_AUTOCAST = frozenset(("cpu", "cuda"))
 _has_autocast = cache(torch.amp.is_autocast_available)
 
 
@@ -25,7 +27,7 @@ def autocast_dtype(x: Tensor) -> torch.dtype | None:
 def autocast_on(device: str) -> torch.dtype | None:
     """The dtype of autocast on a type of device; None where it is off."""
     # torch 2.11 cannot trace this check, and every device that we compile for has autocast
-    available = is_compiling() or _has_autocast(device)
+    available = device in _WITH_AUTOCAST or is_compiling() or _has_autocast(device)
     return torch.get_autocast_dtype(device) if available and torch.is_autocast_enabled(device) else None
 
 

@@ -34,12 +34,11 @@ class _Off:
     or is a part of a larger tensor.
     """
 
-    __slots__ = ("hooks", "on", "saved")
-
-    def __init__(self, net: Netting) -> None:
-        self.hooks, self.on = net.hooks, False
-        # what the op saves
-        self.saved: Sequence[Tensor | None] = ()
+    # no __init__, which would be a call for each of our ops
+    hooks: tuple[Any, Any]
+    on = False
+    # what the op saves
+    saved: Sequence[Tensor | None] = ()
 
     def needed(self, saved: Sequence[Tensor | None], outside: Sequence[int]) -> bool:
         self.saved = saved
@@ -95,7 +94,8 @@ def applied(function: _Function[_Result_co], *inputs: Any) -> _Result_co:
     net = current.net
     if net is None or is_compiling() or not net.is_innermost():
         return function.apply(*inputs)  # type: ignore[no-any-return]
-    off = _Off(net)
+    off = _Off()
+    off.hooks = net.hooks
     if net.outside is not None:
         off.on = True
     else:

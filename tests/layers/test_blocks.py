@@ -205,10 +205,10 @@ def test_what_no_plan_does_goes_module_by_module() -> None:
     assert not plans_of(patch_model(Stack(nn.ModuleList([Block()])), "gact"))
     block = Block()
     block.norm2 = nn.BatchNorm1d(WIDTH)  # type: ignore[assignment]
-    model = patch_model(Stack(nn.ModuleList([block])))
+    model = patch_model(Stack(nn.ModuleList([block])), "int8")
     assert not plans_of(model)
     (row,) = [row for row in patch_report(model).rows if row.role == "layer"]
-    assert row.note == "norm2 writes running statistics; it runs module by module"
+    assert row.note == "norm2 has an input that goes through a codec of feature maps; it runs module by module"
 
 
 def test_code_that_compares_the_name_of_its_attention() -> None:
