@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from threading import Lock
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -56,23 +57,31 @@ class DeviceRules(Protocol):
         ...
 
 
+# how many estimates are made now, in all threads. Without one a training asks for no context variable
+_estimates = 0
+_lock = Lock()
 _rules: ContextVar[DeviceRules | None] = ContextVar("hf_actcompress_device_rules", default=None)
 
 
 def device_rules() -> DeviceRules | None:
     """The rules that hold in this thread; None: the real device of each tensor counts."""
     # a compiler cannot trace a context variable, and it never traces an estimate
-    return None if is_compiling() else _rules.get()
+    return None if not _estimates or is_compiling() else _rules.get()
 
 
 @contextmanager
 def under_rules(rules: DeviceRules | None) -> Iterator[None]:
     """While the block runs, `device_rules()` returns `rules` in this thread; None means that real tensors are used."""
+    global _estimates
     token = _rules.set(rules)
+    with _lock:
+        _estimates += 1
     try:
         yield
     finally:
         _rules.reset(token)
+        with _lock:
+            _estimates -= 1
 
 
 def on_cpu(x: Tensor) -> bool:
