@@ -12,6 +12,9 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from ..compilation.policy import is_cheap, is_statistic, is_view
+from ..ops.opaque import ATTEND, LINEAR
+from ..ops.tiled_node import TILED
+from ..ops.traced_experts import DOWN
 from ..records import Derived, declare, restores_rows
 from .batch_norms import BATCH_NORMS, copy_without_statistics, read_again
 from .code import forward_code
@@ -21,6 +24,10 @@ from .rules import PRODUCTS
 
 # how many tensors an output may be made of, beside weights
 _SOURCES = 8
+# beside matrix products; and what runs one call of a layer, which a reader behind the layer has not
+_NEVER = PRODUCTS | {
+    ATTEND, DOWN, LINEAR, TILED, torch.ops.aten._grouped_mm.default, torch.ops.aten.convolution.default,
+}  # fmt: skip
 _Back = Callable[[Tensor], Tensor]
 
 
@@ -111,7 +118,7 @@ class _First:
 
 
 def _is_recomputed(x: Node) -> bool:
-    if x.op != "call_function" or x.target in PRODUCTS:
+    if x.op != "call_function" or x.target in _NEVER:
         return False
     if x.target in BATCH_NORMS:
         return bool(x.args[5])

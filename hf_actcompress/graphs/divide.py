@@ -11,14 +11,14 @@ from torch.fx import Graph, GraphModule, Node
 
 from ..compilation.policy import draws_or_writes, is_view, numel
 from ..private_apis.graphs import divided
-from .batch_norms import compute_once
+from .batch_norms import compute_once, updates_statistics
 from .fewer_views import fewer_views
 from .fused import fuse
 from .opaque_inputs import give_again
 from .redraw import state_before
 from .rules import tag
 from .scales import move_scales
-from .trace import Joint
+from .trace import Joint, NotTraced
 
 aten = torch.ops.aten
 _SLICES = frozenset({aten.slice.Tensor, aten.slice_backward.default})
@@ -55,6 +55,7 @@ class Halves:
 
 def divide(joint: Joint) -> Halves:
     """Divide a joint graph, which is changed."""
+    updates = sum(map(updates_statistics, joint.graph.nodes))
     tag(joint)
     give_again(joint)
     joint.module.recompile()
@@ -65,6 +66,8 @@ def divide(joint: Joint) -> Halves:
     for module in (forward, backward):
         tidy(module)
     fuse(backward.graph)
+    if sum(map(updates_statistics, forward.graph.nodes)) != updates:
+        raise NotTraced("a BatchNorm in it is called in a way that plans do not know")
     for module in (forward, backward):
         move_scales(module.graph)
         fewer_views(module.graph)
@@ -160,7 +163,8 @@ def tidy(module: GraphModule) -> None:
             if node.op != "call_function":
                 continue
             same = _same(node)
-            if same is None and not (draws_or_writes(node) or node.target is state_before):
+            alone = draws_or_writes(node) or node.target is state_before or updates_statistics(node)
+            if same is None and not alone:
                 same = seen.setdefault((node.target, str(node.args), str(node.kwargs)), node)
             if same is not None and same is not node:
                 node.replace_all_uses_with(same)

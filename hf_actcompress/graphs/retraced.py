@@ -12,7 +12,7 @@ from torch.fx import Graph, GraphModule, Interpreter, Node
 
 from ..compilation.policy import is_attention
 from ..private_apis.inductor import random_of, seed_on
-from .batch_norms import BATCH_NORMS
+from .batch_norms import updates_statistics
 from .draws import DRAWN, DROPPED
 from .redraw import Certain, drawn_from, is_drawn, state_before
 
@@ -26,9 +26,9 @@ def is_opaque(node: Node) -> bool:
     target: Any = node.target
     if target is operator.getitem:
         return isinstance(node.args[0], Node) and is_opaque(node.args[0])
-    if target in BATCH_NORMS:
-        # a compiler would not update running statistics
-        return bool(node.args[5])
+    if updates_statistics(node):
+        # a compiler would not do it
+        return True
     if target is drawn_from:
         return node.args[2] not in _OF_SEEDS
     if target is state_before:

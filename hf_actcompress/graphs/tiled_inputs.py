@@ -57,8 +57,9 @@ def _copy(graph: Graph, reader: Node, chain: list[Node]) -> None:
 
 
 def _is_its_own(x: Node) -> bool:
-    """Whether the graph has made x, for one reader."""
+    """Whether the graph has made x, for one reader, and x shows all of it."""
+    size = str(x.meta["val"].numel())
     while len(x.users) == 1 and is_view(x):
         x = x.all_input_nodes[0]
     normed = x.target is operator.getitem and x.args[0].target in NORMS  # type: ignore[union-attr, operator]
-    return len(x.users) == 1 and (normed or is_made(x))
+    return len(x.users) == 1 and (normed or is_made(x)) and str(x.meta["val"].numel()) == size

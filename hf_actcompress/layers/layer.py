@@ -198,16 +198,14 @@ class PlannedLayer:
         weights: list[Any],
         keeps: KeptInput | None,
     ) -> tuple[Any] | None:
-        way, slots, attentions = state.use(layer, known, plan, keeps, type(given.tensors[0]) is not FakeTensor)
+        way, slots, modules = state.use(layer, known, plan, keeps, type(given.tensors[0]) is not FakeTensor)
         if slots and not all([slot.is_free(given.caches) for slot in slots]):
             return None
         inputs = [*weights, *given.tensors]
         inputs += [inputs[i] for i in plan.repeats]
         x = given.tensors[0]
         others: dict[str, Sequence[Any]] = {"mask": given.masks, "integer": given.integers}
-        calls = [
-            call.of(module, others, plan.checkpointed) for call, module in zip(known.calls, attentions, strict=True)
-        ]
+        calls = [call.of(module, others, plan.checkpointed) for call, module in zip(known.calls, modules, strict=True)]
         whole = plan.elements <= stages.SLACK or way.compiled
         # beside a whole MLP, gradients of this size do not show
         stops = () if whole else stops_of(plan.order, inputs, 0 if plan.tiles else 4 * x.numel())

@@ -28,7 +28,7 @@ from ..modules.base import settings_of, stock_type
 from ..ops import opaque
 from ..ops.kernel_nodes import left_to_a_compiler
 from ..ops.snapshot import Snapshot
-from ..ops.tiled_node import traced_in_tiles
+from ..ops.tiled_node import TiledCall, traced_in_tiles
 from ..private_apis import without_dispatch_modes, without_saved_tensor_hooks
 from ..private_apis.graphs import ONE_TRACE, code_when_asked
 from ..records import Padding
@@ -51,7 +51,8 @@ class Known:
         returned: What it returns.
         sizes: The sizes that it serves; None: those with which it was traced.
         passing: Whether there is none because a cache is filled, which later calls of the form may not have.
-        calls: The attention functions that it calls, of which no tracer sees the inside.
+        calls: What it calls of which no tracer sees the inside: attention, quantised linear layers, MLPs in tiles; and
+            BatchNorms, which count batches.
         slots: Where it puts keys and values. The index in each may be the place of one: a module's path and an
             attribute.
     """
@@ -210,14 +211,20 @@ def _learn(
     with foreign_functions_are_nodes(), rules[0], rules[1], opaque.traced_calls(others) as made:
         joint = trace(call, inputs, weights, setting.dynamic, _held(layer), setting.again == Recompute.ALL)
     joint.selective = settings.selective
-    if setting.again == Recompute.ALL and any(one.draws for one in made):
-        raise NotTraced("its attention draws numbers that no second run can draw again")
+    _refuse_draws(made, setting.again)
     returned[0].forget()
     slots = tuple(slot._replace(index=_place(slot.index, noted)) for slot, _ in updates)
     sizes = Sizes(joint) if setting.dynamic else None
     rows = None if setting.left_out is None else TokenSizes(joint, setting.left_out is Padding)
     plan = _made(joint, inputs, setting.again, _others(layer), rows)
     return Known(plan, returned[0], slots, sizes, tuple(made)), {place for place, one in noted.items() if one.used}
+
+
+def _refuse_draws(calls: Sequence[Any], again: Recompute) -> None:
+    """Raise NotTraced if backward runs a call again that draws random numbers: MLPs in tiles, and maybe attention."""
+    runs_again = again != Recompute.NOTHING
+    if any(one.draws and (again == Recompute.ALL or isinstance(one, TiledCall)) for one in calls) and runs_again:
+        raise NotTraced("attention or an MLP in tiles draws numbers that no second run can draw again")
 
 
 def _copied(layer: nn.Module) -> Snapshot:

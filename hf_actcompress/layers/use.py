@@ -22,19 +22,19 @@ class Use(NamedTuple):
     Attributes:
         way: How it keeps what the plan keeps.
         slots: Where it puts keys and values in caches.
-        attentions: The modules that the attention functions are given of which no tracer sees the inside.
+        modules: The modules that are called of which no tracer sees the inside.
     """
 
     way: Way
     slots: list[Slot]
-    attentions: list[nn.Module]
+    modules: list[nn.Module]
 
 
 def use_of(layer: nn.Module, known: Known, plan: LayerPlan, keeps: KeptInput | None, real: bool) -> Use:
     """How a layer runs a plan, with data (`real`) or with tensors without data."""
     slots = [slot._replace(index=_index(layer, slot.index)) for slot in known.slots]
-    attentions = [layer.get_submodule(call.path) for call in known.calls]
-    return Use(_way(layer, plan, keeps, real), slots, attentions)
+    modules = [layer.get_submodule(call.path) for call in known.calls]
+    return Use(_way(layer, plan, keeps, real), slots, modules)
 
 
 def _index(layer: nn.Module, place: Any) -> Any:

@@ -157,7 +157,7 @@ def _tile_of(module: TiledMixin) -> Callable[[Tensor], Tensor]:
 
 def _rows(module: TiledMixin, rows: int) -> int:
     assert module.actcompress is not None
-    return module.actcompress.tile or rows_of_tiles(rows) or rows
+    return module.actcompress.tile or rows_of_tiles(rows) or max(1, rows)
 
 
 _TILES = tiled_node.Tiles(_rows, lambda module: module.stock_forward(), _tile_of)  # type: ignore[arg-type]

@@ -135,6 +135,8 @@ def _in_rows(x: Tensor) -> Tensor:
 def forward_in_tiles(stock: _Rows, x: Tensor, tile: int) -> Tensor:
     rows = _in_rows(x)
     y: Tensor | None = None
+    if not x.numel():
+        return stock(x)
     for part in tiles(rows, tile):
         found = stock(rows[..., part, :])
         if y is None:

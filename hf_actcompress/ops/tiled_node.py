@@ -57,7 +57,7 @@ class Tiles:
     Attributes:
         rows: Of the MLP and the rows of a call: how many of them are computed at a time.
         stock: Of the MLP: its code.
-        code: The same of a copy of it, for the gradients alone.
+        code: Of a copy of the MLP: the code that backward runs, which may leave out the last product.
     """
 
     rows: Callable[[nn.Module, int], int]
@@ -72,12 +72,14 @@ class TiledCall:
     Attributes:
         tiles: How it is computed.
         path: The MLP, by its name in the layer.
+        places: Which of the weights in its snapshot want a gradient and are used.
         autocast: The device and the dtype of autocast in the forward; None without it.
         draws: Whether it has dropout.
     """
 
     tiles: Tiles
     path: str
+    places: tuple[int, ...]
     autocast: tuple[str, torch.dtype] | None
     draws: bool
 
@@ -108,12 +110,17 @@ class _Running:
         return y
 
     def backward(self, dy: Tensor, x: Tensor, weights: Sequence[Tensor], needs_x: bool, over_x: bool) -> list[Tensor]:
-        given = iter(weights)
-        own = [next(given).detach().requires_grad_() if w.requires_grad else w for w in self._own.tensors]
+        places = self._call.places
+        own = [w.detach() for w in self._own.tensors]
+        for place, w in zip(places, weights, strict=True):
+            own[place] = w.detach().requires_grad_()
         run = TiledRun(self._again, self._tile, self._own, self._drawn)
         with above_autograd():
-            dx, grads = run.backward(x, dy, own, needs_x=needs_x, over_x=over_x)
-        return [x for x in (dx, *grads) if x is not None]
+            dx, found = run.backward(x, dy, own, needs_x=needs_x, over_x=over_x)
+        wanted = [grad for place, grad in enumerate(found) if place in places]
+        # of no rows no tile has made a gradient
+        grads = [torch.zeros_like(w) if grad is None else grad for grad, w in zip(wanted, weights, strict=True)]
+        return grads if dx is None else [dx, *grads]
 
 
 class _Node(torch.autograd.Function):
@@ -135,14 +142,18 @@ def rows_as_node(module: nn.Module, tiles: Tiles, x: Tensor, draws: bool) -> Ten
     """What an MLP returns of x [..., H], in a trace: as one node. `module` is its copy, `draws`: it has dropout."""
     made, dtype = opaque.calls_so_far(), autocast_dtype(x)
     count = len(made)
-    with without_dispatch_modes(), torch.no_grad():
-        # one row says how many features and which dtype come out
-        row = tiles.stock(module)(x.new_empty((1,) * (x.dim() - 1) + (x.size(-1),)))
+    own = Snapshot(module, tiles.code).tensors
+    with without_dispatch_modes(), torch.enable_grad():
+        # one row says how many features and which dtype come out, and which weights are used
+        given = x.new_empty((1,) * (x.dim() - 1) + (x.size(-1),)).requires_grad_()
+        row = tiles.stock(module)(given)
+        wanted = [i for i, w in enumerate(own) if w.requires_grad]
+        used = torch.autograd.grad(row.sum(), [given, *(own[i] for i in wanted)], allow_unused=True)[1:]
     del made[count:]
     autocast = None if dtype is None else (x.device.type, dtype)
-    made.append(TiledCall(tiles, vars(module)[opaque.PATH], autocast, draws))
-    weights = [w for w in Snapshot(module, tiles.code).tensors if w.requires_grad]
-    y: Tensor = _Node.apply(count, row.size(-1), row.dtype, x, *weights)  # type: ignore[no-untyped-call]
+    places = tuple(i for i, grad in zip(wanted, used, strict=True) if grad is not None)
+    made.append(TiledCall(tiles, vars(module)[opaque.PATH], places, autocast, draws))
+    y: Tensor = _Node.apply(count, row.size(-1), row.dtype, x, *(own[i] for i in places))  # type: ignore[no-untyped-call]
     return y
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_impls import register_op_impl
+from torch._subclasses.fake_impls import op_implementations_dict, register_op_impl
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
 
@@ -73,17 +73,20 @@ def any_sizes() -> AbstractContextManager[Any]:
     return enable_python_dispatcher()  # type: ignore[no-any-return, no-untyped-call]
 
 
-@register_op_impl(torch.ops.aten._grouped_mm.default)  # type: ignore[untyped-decorator]
 def _grouped_product(
-    mode: FakeTensorMode, func: Any, a: Tensor, b: Tensor, offsets: Tensor, *args: Any, **kwargs: Any
+    mode: FakeTensorMode, func: Any, a: Tensor, b: Tensor, offs: Tensor | None = None, *args: Any, **kwargs: Any
 ) -> Any:
     """A grouped product without data: of rows [S, k] with [E, k, n], or of [m, S] with [S, n] for each group.
 
     Torch's own rule says the shape of the result for bf16 only.
     """
-    if a.dtype == torch.bfloat16:
+    if a.dtype == torch.bfloat16 or offs is None or args or kwargs:
         return NotImplemented
     with mode:
         if a.dim() == b.dim() == 2:
-            return a.new_empty(offsets.numel(), a.size(0), b.size(1))
+            return a.new_empty(offs.numel(), a.size(0), b.size(1))
         return a.new_empty(*a.shape[:-1], b.size(-1))
+
+
+if torch.ops.aten._grouped_mm.default not in op_implementations_dict:
+    register_op_impl(torch.ops.aten._grouped_mm.default)(_grouped_product)

@@ -181,7 +181,8 @@ PRIVATE_APIS: tuple[PrivateAPI, ...] = (
     PrivateAPI("torch.distributed.fsdp._fully_shard._fsdp_state.FSDPState()._fsdp_param_group", _T, "the same"),
     PrivateAPI("torch._dispatch.python.enable_python_dispatcher", _T, "codecs traced for sizes that may be any"),
     # graphs of layers
-    PrivateAPI("torch._subclasses.fake_impls.register_op_impl", _T, "shapes of grouped products that are not bf16"),
+    *(PrivateAPI(f"torch._subclasses.fake_impls.{name}", _T, "shapes of grouped products that are not bf16")
+      for name in ("register_op_impl", "op_implementations_dict")),
     PrivateAPI("torch._functorch.config.patch", _T, "a graph is divided as it was traced"),
     PrivateAPI("torch._guards.TracingContext", _T, "the sizes of a graph that is divided"),
     PrivateAPI("torch._ops.OpOverload", _T, "torch's own binding of an op; of its _schema, the name and types"),

@@ -125,3 +125,50 @@ def test_an_average_over_all_batches_goes_module_by_module() -> None:
     assert all(map(torch.equal, run(ours, 2), run(stock, 2)))
     assert all(map(torch.equal, ours.buffers(), stock.buffers()))
     assert all("averages over all batches" in plans.why for plans in plans_of(ours))
+
+
+class Odd(nn.Module):
+    """A block that calls its BatchNorm in an odd way."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+        self.convolution = nn.Conv2d(8, 8, 3, padding=1)
+        self.norm = nn.BatchNorm2d(8)
+        self.plain, self.other = (nn.BatchNorm2d(8, affine=False, eps=eps) for eps in (1e-5, 1.0))
+        self.untracked = nn.BatchNorm2d(8, track_running_stats=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.convolution(x)
+        if self.way == "on two inputs":
+            return x + torch.relu(self.norm(y)) + self.norm(torch.relu(x))
+        if self.way == "twice":
+            return x + torch.relu(self.norm(y)) * self.norm(y)
+        if self.way == "unread":
+            self.norm(y)
+            return x + torch.relu(y)
+        if self.way == "untracked":
+            return x + torch.relu(self.untracked(y))
+        return x + torch.relu(self.plain(y)) + torch.relu(self.other(y))
+
+
+@pytest.mark.parametrize("way", ["on two inputs", "twice", "unread", "untracked", "of other constants"])
+def test_norms_in_odd_ways(way: str) -> None:
+    torch.manual_seed(0)
+    stock = Net()
+    stock.blocks = nn.ModuleList([Odd(way), Odd(way)])
+    ours = patch_model(copy.deepcopy(stock))
+    found, expected = ([x for x in (*model_run(model), *model.buffers()) if x is not None] for model in (ours, stock))
+    assert all(map(torch.equal, found, expected)) and len(found) == len(expected)
+
+
+def model_run(model: nn.Module) -> list[Tensor | None]:
+    """A forward without backward, then one whose gradients are returned."""
+    model(images_of(0))
+    x = images_of(1).requires_grad_()
+    model(x).square().mean().backward()
+    return [x.grad, *(p.grad for p in model.parameters())]
+
+
+def images_of(seed: int) -> Tensor:
+    return torch.randn(2, 8, 6, 6, generator=torch.Generator().manual_seed(seed))
