@@ -16,7 +16,6 @@ from torch.fx import Graph, GraphModule, Node
 
 from ..compilation.policy import is_attention, made_of
 from ..modules.checkpoint import KeptInput
-from .batch_norms import copy_without_statistics
 from .divide import Halves
 from .redraw import is_drawn, state_before
 
@@ -83,7 +82,7 @@ class _Joined:
                 self.kept.append(node)
                 self.copied[node] = self.placeholder(node)
             else:
-                self.copied[node] = copy_without_statistics(self.graph, node, self.copied)
+                self.copied[node] = self.graph.node_copy(node, self.copied.__getitem__)
 
     def placeholder(self, node: Node) -> Node:
         """An input of the graph for the value of a node of one of the two halves."""

@@ -25,6 +25,7 @@ from ..graphs.trace import Joint, NotTraced, first_line, trace, within
 from ..graphs.trial import try_plan
 from ..models.attention_interface import foreign_functions_are_nodes
 from ..modules.base import settings_of, stock_type
+from ..modules.recomputed import BatchCount
 from ..ops import opaque
 from ..ops.kernel_nodes import left_to_a_compiler
 from ..ops.snapshot import Snapshot
@@ -211,7 +212,7 @@ def _learn(
     with foreign_functions_are_nodes(), rules[0], rules[1], opaque.traced_calls(others) as made:
         joint = trace(call, inputs, weights, setting.dynamic, _held(layer), setting.again == Recompute.ALL)
     joint.selective = settings.selective
-    _refuse_draws(made, setting.again)
+    _refuse_again(made, setting.again)
     returned[0].forget()
     slots = tuple(slot._replace(index=_place(slot.index, noted)) for slot, _ in updates)
     sizes = Sizes(joint) if setting.dynamic else None
@@ -220,10 +221,15 @@ def _learn(
     return Known(plan, returned[0], slots, sizes, tuple(made)), {place for place, one in noted.items() if one.used}
 
 
-def _refuse_draws(calls: Sequence[Any], again: Recompute) -> None:
-    """Raise NotTraced if backward runs a call again that draws random numbers: MLPs in tiles, and maybe attention."""
-    runs_again = again != Recompute.NOTHING
-    if any(one.draws and (again == Recompute.ALL or isinstance(one, TiledCall)) for one in calls) and runs_again:
+def _refuse_again(calls: Sequence[Any], again: Recompute) -> None:
+    """Raise NotTraced if backward would run a call again that draws random numbers (MLPs in tiles, and maybe attention)
+    or counts batches."""
+    if again == Recompute.NOTHING:
+        return
+    if any(isinstance(one, BatchCount) for one in calls):
+        # as stock does, which updates the statistics twice
+        raise NotTraced("it is checkpointed and has a BatchNorm, which torch's checkpointing runs twice")
+    if any(one.draws and (again == Recompute.ALL or isinstance(one, TiledCall)) for one in calls):
         raise NotTraced("attention or an MLP in tiles draws numbers that no second run can draw again")
 
 
