@@ -28,6 +28,7 @@ _SOURCES = 8
 _NEVER = PRODUCTS | {
     ATTEND, DOWN, LINEAR, TILED, torch.ops.aten._grouped_mm.default, torch.ops.aten.convolution.default,
 }  # fmt: skip
+_ALSO = BATCH_NORMS | {operator.getitem}
 _Back = Callable[[Tensor], Tensor]
 
 
@@ -120,7 +121,5 @@ class _First:
 def _is_recomputed(x: Node) -> bool:
     if x.op != "call_function" or x.target in _NEVER:
         return False
-    if x.target in BATCH_NORMS:
-        return bool(x.args[5])
     is_size = isinstance(x.meta.get("val"), (int, torch.SymInt))
-    return is_size or is_cheap(x) or is_view(x) or is_statistic(x) or x.target is operator.getitem
+    return is_size or is_cheap(x) or is_view(x) or is_statistic(x) or x.target in _ALSO

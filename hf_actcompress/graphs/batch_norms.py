@@ -17,7 +17,7 @@ from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
 from ..compilation.policy import tag_recompute
-from ..ops.kernel_nodes import node
+from ..ops.nodes import node
 
 aten = torch.ops.aten
 # (x, weight, bias, running mean, running variance, training, momentum, eps) -> output, mean, 1 / deviation, ...

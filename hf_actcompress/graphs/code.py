@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-from collections import ChainMap
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -11,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
-from ..ops import opaque, tiled_node
-from ..ops.kernel_nodes import NORMED, RSTD, RUNS, rms_norm_parts
+from ..ops.kernel_nodes import NORMED, RSTD, rms_norm_parts
+from ..ops.nodes import RUNS
 from ..private_apis.graphs import binding
 from ..reference import dropout_fwd, dropout_replay
 from .compiled_run import Segment
@@ -43,7 +42,6 @@ _PAIRS = {
     DROPPED: Pair(DRAWN, dropout_fwd, lambda first, second: second),
     NORMED: Pair(RSTD, rms_norm_parts, lambda first, second: first),
 }
-_RUNS = ChainMap(RUNS, opaque.RUNS, tiled_node.RUNS)
 _WITH_NEXT = frozenset(pair.first for pair in _PAIRS.values())
 
 
@@ -215,8 +213,8 @@ def direct(target: Any) -> Any:
     if target is aten.view.default:
         # kernels do not always lay a result out in memory as tensors without data say
         return Tensor.reshape
-    if target in _RUNS:
-        return _RUNS[target]
+    if target in RUNS:
+        return RUNS[target]
     return binding(target.op if isinstance(target, Certain) else target)
 
 

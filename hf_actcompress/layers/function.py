@@ -12,7 +12,7 @@ from torch import Tensor
 from ..graphs.keeping import Outside, put_together, taken_apart
 from ..graphs.plan import LayerPlan
 from ..graphs.rows import Checks, LeftOut
-from ..ops import opaque
+from ..ops import layer_calls
 from ..ops.autocast import autocast_off
 from ..ops.first_order import once_differentiable
 from ..private_apis import bare_apply, below_autograd
@@ -66,7 +66,7 @@ class PlanFunction(torch.autograd.Function):
         *inputs: Tensor,
     ) -> Any:
         device = inputs[0].device
-        with below_autograd(), autocast_off(device.type), opaque.running(calls):
+        with below_autograd(), autocast_off(device.type), layer_calls.running(calls):
             found = way.forward(*inputs[: plan.inputs], *way.packs)
         outputs = no_views(found[: plan.outputs])
         pool = (*inputs[: plan.inputs], *outputs, *found[plan.outputs : plan.tensors])
@@ -116,6 +116,6 @@ class PlanFunction(torch.autograd.Function):
         saved += ctx.sizes
         saved += [x if x is None or x.is_contiguous() else x.contiguous() for x in handed]
         handed.clear()
-        with opaque.running(ctx.calls):
+        with layer_calls.running(ctx.calls):
             found = run_backward(run, stages, saved)
         return (None, None, None, None, None, None, None, *found)

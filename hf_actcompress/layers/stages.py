@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..ops import opaque
+from ..ops import layer_calls
 from ..ops.autocast import autocast_off
 from ..ops.first_order import once_differentiable
 from ..private_apis import accumulation_hooks, bare_apply, below_autograd
@@ -111,7 +111,7 @@ class Stages:
                 "the stages of a patched layer's backward ran out of order; run one backward through a graph at a time"
             )
         try:
-            with autocast_off(self._device), below_autograd(), opaque.running(self._calls):
+            with autocast_off(self._device), below_autograd(), layer_calls.running(self._calls):
                 next(self._code)
         except StopIteration as end:
             self._code = None

@@ -25,11 +25,10 @@ from ..graphs.trace import Joint, NotTraced, first_line, trace, within
 from ..graphs.trial import try_plan
 from ..models.attention_interface import foreign_functions_are_nodes
 from ..modules.base import settings_of, stock_type
-from ..modules.recomputed import BatchCount
-from ..ops import opaque
+from ..ops import layer_calls
 from ..ops.kernel_nodes import left_to_a_compiler
 from ..ops.snapshot import Snapshot
-from ..ops.tiled_node import TiledCall, traced_in_tiles
+from ..ops.tiled_node import traced_in_tiles
 from ..private_apis import without_dispatch_modes, without_saved_tensor_hooks
 from ..private_apis.graphs import ONE_TRACE, code_when_asked
 from ..records import Padding
@@ -62,7 +61,7 @@ class Known:
     returned: Returned | None = None
     slots: tuple[Slot, ...] = ()
     sizes: Sizes | None = None
-    calls: tuple[opaque.OpaqueCall, ...] = ()
+    calls: tuple[layer_calls.LayerCall, ...] = ()
     passing: bool = False
 
 
@@ -209,7 +208,7 @@ def _learn(
     others: dict[str, Sequence[Any]] = {"mask": given.masks, "integer": integers}
     settings: Any = settings_of(layer)
     rules = left_to_a_compiler(settings.compile), traced_in_tiles(setting.tiles)
-    with foreign_functions_are_nodes(), rules[0], rules[1], opaque.traced_calls(others) as made:
+    with foreign_functions_are_nodes(), rules[0], rules[1], layer_calls.traced_calls(others) as made:
         joint = trace(call, inputs, weights, setting.dynamic, _held(layer), setting.again == Recompute.ALL)
     joint.selective = settings.selective
     _refuse_again(made, setting.again)
@@ -221,16 +220,12 @@ def _learn(
     return Known(plan, returned[0], slots, sizes, tuple(made)), {place for place, one in noted.items() if one.used}
 
 
-def _refuse_again(calls: Sequence[Any], again: Recompute) -> None:
-    """Raise NotTraced if backward would run a call again that draws random numbers (MLPs in tiles, and maybe attention)
-    or counts batches."""
-    if again == Recompute.NOTHING:
-        return
-    if any(isinstance(one, BatchCount) for one in calls):
-        # as stock does, which updates the statistics twice
-        raise NotTraced("it is checkpointed and has a BatchNorm, which torch's checkpointing runs twice")
-    if any(one.draws and (again == Recompute.ALL or isinstance(one, TiledCall)) for one in calls):
-        raise NotTraced("attention or an MLP in tiles draws numbers that no second run can draw again")
+def _refuse_again(calls: Sequence[layer_calls.LayerCall], again: Recompute) -> None:
+    """Raise NotTraced if backward would run a call again that cannot be."""
+    for call in calls if again != Recompute.NOTHING else ():
+        reason = call.why_not_again(attention=again == Recompute.ALL)
+        if reason:
+            raise NotTraced(reason)
 
 
 def _copied(layer: nn.Module) -> Snapshot:
@@ -242,7 +237,7 @@ def _copied(layer: nn.Module) -> Snapshot:
     for module in opaque_modules:
         snapshot.replace(module, "forward", node_of(module, names[module]))
     for module, name in names.items():
-        snapshot.replace(module, opaque.PATH, name)
+        snapshot.replace(module, layer_calls.PATH, name)
     snapshot.around(lambda module, forward: within(names[module], forward))
     return snapshot
 

@@ -89,7 +89,7 @@ class ExpertsMixin(ModuleMixin):
         code = _gate_of if self.has_gate else _activation_of
         if compilation.is_traced():
             h = code(self)(compilation.keep(both, self.actcompress.codec_name))
-            y = traced_experts.experts_down(h, *down, routing, experts, offsets, products)
+            y = traced_experts.experts_down(h, *down, routing, experts, offsets, products=products)
         else:
             h = ops.recomputed(both, code(self), ops.Snapshot(self, code, weights="none"), codec=codec)
             y = ops.experts_down(h, *down, routing, experts, offsets, products, codec=codec)

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from .. import compilation, ops
-from ..ops import opaque
+from ..ops import layer_calls
 from ..records import declare, stored_exact, whole_record_of
 from .base import ModuleMixin, code_of, is_sharded, keeps_for_backward, only_tensor
 
@@ -63,7 +63,7 @@ class BatchNormMixin(ModuleMixin):
             return super().forward(*args, **kwargs)
         if self.momentum is None:
             raise NotImplementedError("a BatchNorm averages over all batches")
-        opaque.calls_so_far().append(BatchCount(vars(self)[opaque.PATH]))
+        layer_calls.calls_so_far().append(BatchCount(vars(self)[layer_calls.PATH]))
         self.num_batches_tracked = None
         try:
             return super().forward(*args, **kwargs)
@@ -77,15 +77,16 @@ class BatchCount:
 
     Attributes:
         path: The BatchNorm, by its name in the layer.
-        draws: Whether it draws random numbers.
     """
 
     path: str
-    draws: bool = False
 
     def of(self, module: Any, given: Mapping[str, Sequence[Any]], runs_again: bool) -> None:
         """Count the batch in one call of the layer, whose BatchNorm is `module`."""
         module.num_batches_tracked.add_(1)
+
+    def why_not_again(self, attention: bool) -> str:
+        return "torch's checkpointing updates the statistics of its BatchNorm twice, and a plan would do it once"
 
 
 def _normed(eps: float, running: bool, affine: bool, x: Tensor, *sources: Tensor) -> Tensor:

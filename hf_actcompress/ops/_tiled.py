@@ -67,11 +67,7 @@ class TiledFunction(torch.autograd.Function):
         if x.grad_fn is None:
             # an input without gradient has no node that could keep it
             save(ctx, record_of(x, codec))
-        ctx.again, ctx.tile, ctx.own = SameAutocast(own.run, x), tile, own
-        before = StateBefore(x.device)
-        # without autocast's cache, which would hold a cast of each MLP's weights until the whole forward ends
-        y = no_view(forward_in_tiles(SameAutocast(stock, x), x, tile))
-        ctx.drawn = before if before.has_changed() else None
+        y, ctx.run = run_in_tiles(stock, x, tile, own)
         return y
 
     @staticmethod
@@ -80,10 +76,9 @@ class TiledFunction(torch.autograd.Function):
         x, is_ours = load_one(ctx if ctx.source is None else ctx.source, dy)
         weights = [
             w.detach().requires_grad_(needed)
-            for w, needed in zip(ctx.own.tensors, ctx.needs_input_grad[5:], strict=True)
+            for w, needed in zip(ctx.run.own.tensors, ctx.needs_input_grad[5:], strict=True)
         ]
-        run = TiledRun(ctx.again, ctx.tile, ctx.own, ctx.drawn)
-        dx, grads = run.backward(x, dy, weights, needs_x=ctx.needs_input_grad[0], over_x=is_ours)
+        dx, grads = ctx.run.backward(x, dy, weights, needs_x=ctx.needs_input_grad[0], over_x=is_ours)
         return dx, None, None, None, None, *grads
 
 
@@ -189,6 +184,14 @@ class TiledRun(NamedTuple):
                 if dx is not None:
                     dx[..., part, :] = given.grad if given.grad is not None else 0.0
         return None if dx is None else dx.view(x.shape), sums.gradients()
+
+
+def run_in_tiles(stock: _Rows, x: Tensor, tile: int, own: Snapshot) -> tuple[Tensor, TiledRun]:
+    """The output, and what the backward needs; the arguments are those of `tiled`."""
+    before = StateBefore(x.device)
+    # without autocast's cache, which would hold a cast of each MLP's weights until the whole forward ends
+    y = no_view(forward_in_tiles(SameAutocast(stock, x), x, tile))
+    return y, TiledRun(SameAutocast(own.run, x), tile, own, before if before.has_changed() else None)
 
 
 def tiled(x: Tensor, stock: _Rows, tile: int, own: Snapshot, *, codec: Codec = IDENTITY) -> Tensor:

@@ -49,7 +49,6 @@ class ExpertsDownFunction(torch.autograd.Function):
         products: GroupedProducts,
         codec: Codec,
     ) -> Tensor:
-        y = products.forward(h, weight, offsets, None if bias is None else bias[experts])
         needs_h = ctx.needs_input_grad[1] or ctx.needs_input_grad[3]
         save(
             ctx,
@@ -62,31 +61,35 @@ class ExpertsDownFunction(torch.autograd.Function):
             stored_exact(experts) if bias is not None else None,
             stored_exact(offsets),
         )
-        ctx.products, ctx.dtype, ctx.h_dtype = products, y.dtype, h.dtype
-        return y * routing.unsqueeze(-1)
+        ctx.products, ctx.h_dtype = products, h.dtype
+        return weighted_product((h, weight, bias, routing, experts, offsets), products)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        h, weight, bias, routing, experts, offsets = load(ctx, dy)
-        rest = ctx.needs_input_grad[:4], ctx.products, ctx.dtype, ctx.h_dtype
-        return *gradients(dy, h, weight, bias, routing, experts, offsets, *rest), None, None, None, None
+        found = gradients(dy, load(ctx, dy), ctx.needs_input_grad[:4], ctx.products, ctx.h_dtype)
+        return *found, None, None, None, None
+
+
+def weighted_product(given: Sequence[Any], products: GroupedProducts) -> Tensor:
+    """The forward; `given` are the tensors of `experts_down`, from h to the offsets."""
+    h, weight, bias, routing, experts, offsets = given
+    y = products.forward(h, weight, offsets, None if bias is None else bias[experts])
+    weighted: Tensor = y * routing.unsqueeze(-1)
+    return weighted
 
 
 def gradients(
-    dy: Tensor,
-    h: Tensor | None,
-    weight: Tensor,
-    bias: Tensor | None,
-    routing: Tensor,
-    experts: Tensor | None,
-    offsets: Tensor,
-    needed: Sequence[bool],
-    products: GroupedProducts,
-    dtype: torch.dtype,
-    h_dtype: torch.dtype,
+    dy: Tensor, kept: Sequence[Any], needed: Sequence[bool], products: GroupedProducts, h_dtype: torch.dtype
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-    """The gradients of h, weight, bias and routing, as far as they are needed; the product is of `dtype`."""
+    """The gradients of h, weight, bias and routing, as far as they are `needed`.
+
+    `kept` are these four, the experts and the offsets; h is None if no gradient is made of it, and the experts are if
+    there is no bias.
+    """
+    h, weight, bias, routing, experts, offsets = kept
+    # stock's products have the dtype of the weight
+    dtype = weight.dtype
     needs_h, needs_weight, needs_bias, needs_routing = needed
     dh = dweight = dbias = drouting = None
     # the products need rows of one stride
@@ -95,11 +98,11 @@ def gradients(
     if needs_weight or needs_bias or not by_inner_products:
         weighted = (dy * routing.unsqueeze(-1)).to(dtype)
     if needs_routing and not by_inner_products:
-        y = products.forward(h, weight, offsets, None if bias is None else bias[experts])  # type: ignore[arg-type]
+        y = products.forward(h, weight, offsets, None if bias is None else bias[experts])
         drouting = (dy * y).sum(-1).to(routing.dtype)
     elif needs_routing:
         t = products.of_input(dy.to(weight.dtype), weight, offsets)
-        drouting = _inner(t, h)  # type: ignore[arg-type]
+        drouting = _inner(t, h)
         if bias is not None:
             drouting = drouting + _inner(dy, bias[experts])
         drouting = drouting.to(routing.dtype)
@@ -107,9 +110,8 @@ def gradients(
     if needs_h and dh is None:
         dh = products.of_input(weighted.to(weight.dtype), weight, offsets).to(h_dtype)
     if needs_weight:
-        dweight = products.of_weight(h.to(weight.dtype), weighted.to(weight.dtype), offsets, weight)  # type: ignore[union-attr]
+        dweight = products.of_weight(h.to(weight.dtype), weighted.to(weight.dtype), offsets, weight)
     if needs_bias:
-        assert bias is not None and experts is not None
         dbias = torch.zeros_like(bias).index_put_((experts,), weighted.to(bias.dtype), accumulate=True)
     return dh, dweight, dbias, drouting
 

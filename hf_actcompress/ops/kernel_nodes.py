@@ -2,7 +2,7 @@
 
 While a layer is traced, a patched module calls the functions of `traced_kernels` in the place of its stock code where
 `dispatch` has a kernel for its device. Each is an op for the tracer, with the shapes of the reference; when the graph
-runs, the function of `dispatch` is called itself (`RUNS`). What a kernel may compute in a forward is stock's bits there
+runs, the function of `dispatch` is called itself (`nodes`). In a forward a kernel may compute what has stock's bits
 (`kernels/__init__.py`).
 
 RMSNorm is two nodes: the statistic, which is kept, and the output, which is made of x and the statistic. A forward
@@ -25,6 +25,7 @@ from ..private_apis import FakeTensor, without_dispatch_modes
 from ..reference.device_rules import device_rules
 from ..reference.table import FUNCTIONS
 from .autocast import SameAutocast
+from .nodes import node
 
 _Stock = Callable[[Tensor], Tensor]
 
@@ -44,10 +45,6 @@ class _Known(NamedTuple):
             return run(*args)
 
 
-_LIBRARY = torch.library.Library("hf_actcompress", "FRAGMENT")  # type: ignore[no-untyped-call]
-_OPS = torch.ops.hf_actcompress
-# what each op runs
-RUNS: dict[Any, Callable[..., Any]] = {}
 # the stock functions that nodes name by their place here, and the place of each
 _stocks: list[_Known] = []
 _places: dict[Any, int] = {}
@@ -80,20 +77,6 @@ def _function(name: str, x: Tensor, row: str | None = None) -> Callable[..., Any
     if chosen() == "triton" and isinstance(x, FakeTensor):
         return FUNCTIONS[name]
     return implementation(name, x, row)
-
-
-def node(schema: str, fake: Callable[..., Any], pointwise: bool = True) -> Callable[[Callable[..., Any]], Any]:
-    """Make a function a node of that schema; `fake` gives shapes and dtypes. A pointwise one is cheap to recompute."""
-
-    def wrap(run: Callable[..., Any]) -> Any:
-        _LIBRARY.define(schema, tags=[torch.Tag.pointwise] if pointwise else [])  # type: ignore[no-untyped-call]
-        name = schema.partition("(")[0]
-        torch.library.register_fake(f"hf_actcompress::{name}", fake, lib=_LIBRARY)
-        op = getattr(_OPS, name).default
-        RUNS[op] = run
-        return op
-
-    return wrap
 
 
 def _dtype_of_norm(x: Tensor, weight: Tensor | None, formula: str) -> torch.dtype:

@@ -11,9 +11,8 @@ and integers are looked up among the arguments of the layer's call (`OpaqueCall`
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -22,24 +21,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from ..private_apis import FakeTensor, above_autograd
+from ..private_apis import above_autograd
 from ..records import current
 from .autocast import autocast_dtype
+from .layer_calls import PATH, calls_so_far, running_call, state
+from .nodes import node
 from .opaque_graph import Box, End, Enter, Ran, keeping_places, run_backward
 from .snapshot import with_attributes
 
-_LIBRARY = torch.library.Library("hf_actcompress", "FRAGMENT")  # type: ignore[no-untyped-call]
-for _name, _rest in (("attention", ""), ("linear", ", int features, ScalarType dtype")):
-    _LIBRARY.define(f"opaque_{_name}(Tensor[] tensors, int call, int[] given{_rest}) -> (Tensor, Tensor)")  # type: ignore[no-untyped-call]
-    _LIBRARY.define(f"opaque_{_name}_bwd(Tensor ran, Tensor dout, Tensor[] given, int call) -> Tensor[]")  # type: ignore[no-untyped-call]
-ATTEND = torch.ops.hf_actcompress.opaque_attention.default
-ATTEND_BWD = torch.ops.hf_actcompress.opaque_attention_bwd.default
-LINEAR = torch.ops.hf_actcompress.opaque_linear.default
-LINEAR_BWD = torch.ops.hf_actcompress.opaque_linear_bwd.default
 # says how many features and which dtype a linear layer returns, of what it is given and the dtype of autocast
 Features = Callable[[Tensor, torch.dtype | None], tuple[int, torch.dtype]]
-# the attribute of a module's copy, in a trace, that says where in the layer the module is
-PATH = "actcompress_path"
 _NOTHING = nullcontext()
 
 
@@ -106,63 +97,8 @@ class OpaqueCall:
 
         return run
 
-
-class _State(threading.local):
-    """Attributes:
-    made: The calls that the trace in progress has found; None outside of a trace.
-    given: What the traced call is given, by kind.
-    running: What the graph that runs calls.
-    likes: Of each call in the trace, its tensors that want a gradient.
-    """
-
-    made: list[Any] | None = None
-    given: Mapping[str, Sequence[Any]] = {}
-    running: Sequence[Any] = ()
-    likes: dict[int, list[Tensor]] = {}
-
-
-_state = _State()
-
-
-@contextmanager
-def traced_calls(given: Mapping[str, Sequence[Any]]) -> Iterator[list[Any]]:
-    """While a layer is traced: the calls that it makes. `given` is what the layer's call is given, by kind."""
-    before = _state.made, _state.given, _state.likes
-    _state.made, _state.given, _state.likes = [], given, {}
-    try:
-        yield _state.made
-    finally:
-        _state.made, _state.given, _state.likes = before
-
-
-def running(calls: Sequence[Any]) -> AbstractContextManager[None]:
-    """While the graph of a layer runs: what its nodes call."""
-    return _running(calls) if calls else _NOTHING
-
-
-@contextmanager
-def _running(calls: Sequence[Any]) -> Iterator[None]:
-    before, _state.running = _state.running, calls
-    try:
-        yield
-    finally:
-        _state.running = before
-
-
-def calls_so_far() -> list[Any]:
-    """The calls that the trace in progress has found."""
-    assert _state.made is not None, "a layer is traced"
-    return _state.made
-
-
-def is_running() -> bool:
-    """Whether the graph of a layer runs that has such calls."""
-    return bool(_state.running)
-
-
-def call_running(number: int) -> Any:
-    """A call of the graph that runs."""
-    return _state.running[number]
+    def why_not_again(self, attention: bool) -> str:
+        return "its attention draws numbers that no second run can draw again" if self.draws and attention else ""
 
 
 def attention(
@@ -177,10 +113,9 @@ def attention(
         args: Queries, keys and values [B, H, T, D], and whatever else the function takes.
         kwargs: The same.
     """
-    assert _state.made is not None, "a layer is traced"
     leaves, tree = pytree.tree_flatten((args, kwargs))
     tensors: list[Tensor] = []
-    places = {id(x): _Place(kind, i) for kind, values in _state.given.items() for i, x in enumerate(values)}
+    places = {id(x): _Place(kind, i) for kind, values in state.given.items() for i, x in enumerate(values)}
     for i, x in enumerate(leaves):
         if id(x) in places:
             leaves[i] = places[id(x)]
@@ -216,12 +151,12 @@ def _node(
     ops: tuple[Any, Any],
     *rest: Any,
 ) -> Tensor:
-    assert _state.made is not None, "a layer is traced"
+    made = calls_so_far()
     dtype = autocast_dtype(tensors[0])
     autocast = None if dtype is None else (tensors[0].device.type, dtype)
     wanted = tuple(x.requires_grad for x in tensors)
-    _state.made.append(OpaqueCall(function, path, leaves, tree, wanted, autocast, draws))
-    y: Tensor = _Node.apply(ops, len(_state.made) - 1, rest, wanted, given, *tensors)  # type: ignore[no-untyped-call]
+    made.append(OpaqueCall(function, path, leaves, tree, wanted, autocast, draws))
+    y: Tensor = _Node.apply(ops, len(made) - 1, rest, wanted, given, *tensors)  # type: ignore[no-untyped-call]
     return y
 
 
@@ -248,7 +183,6 @@ class _Node(torch.autograd.Function):
         return None, None, None, None, None, *(next(found) if wanted else None for wanted in ctx.wanted)
 
 
-@torch.library.register_fake("hf_actcompress::opaque_attention", lib=_LIBRARY)
 def _attend(tensors: list[Tensor], call: int, given: list[int]) -> tuple[Tensor, Tensor]:
     q, v = tensors[0], tensors[2]
     _note(tensors, call)
@@ -256,7 +190,6 @@ def _attend(tensors: list[Tensor], call: int, given: list[int]) -> tuple[Tensor,
     return out, q.new_empty(1, dtype=torch.uint8)
 
 
-@torch.library.register_fake("hf_actcompress::opaque_linear", lib=_LIBRARY)
 def _linear(
     tensors: list[Tensor], call: int, given: list[int], features: int, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
@@ -266,33 +199,33 @@ def _linear(
 
 
 def _note(tensors: Sequence[Tensor], call: int) -> None:
-    if _state.made is not None:
-        wanted = _state.made[call].wanted
-        _state.likes[call] = [x for x, w in zip(tensors, wanted, strict=True) if w]
+    if state.made is not None:
+        wanted = state.made[call].wanted
+        state.likes[call] = [x for x, w in zip(tensors, wanted, strict=True) if w]
 
 
-@torch.library.register_fake("hf_actcompress::opaque_attention_bwd", lib=_LIBRARY)
-@torch.library.register_fake("hf_actcompress::opaque_linear_bwd", lib=_LIBRARY)
 def _backward(ran: Tensor, dout: Tensor, given: list[Tensor], call: int) -> list[Tensor]:
-    return [torch.empty_like(x) for x in _state.likes[call]]
+    return [torch.empty_like(x) for x in state.likes[call]]
 
 
 def _run(
-    fake: Callable[..., tuple[Tensor, Tensor]], tensors: list[Tensor], call: int, given: list[int], *rest: Any
+    fake: Callable[..., tuple[Tensor, Tensor]], tensors: list[Tensor], number: int, given: list[int], *rest: Any
 ) -> tuple[Tensor, Ran]:
     """In a graph that runs: the output, and what crosses to backward."""
-    if isinstance(tensors[0], FakeTensor) and not _state.running:
-        # a plan's code is tried on tensors without data, and without a layer
-        out, _ = fake(tensors, call, given, *rest)
-        return out, Ran(out.new_empty(0), Box([(x.shape, x.dtype) for x in tensors if x.is_floating_point()]))
-    run: Run = _state.running[call]
-    return run(tensors, given)
+    run: Run | None = running_call(number, tensors[0])
+    if run is not None:
+        return run(tensors, given)
+    out, _ = fake(tensors, number, given, *rest)
+    return out, Ran(out.new_empty(0), Box([(x.shape, x.dtype) for x in tensors if x.is_floating_point()]))
 
 
-# what each op runs
-RUNS: dict[Any, Callable[..., Any]] = {
-    ATTEND: partial(_run, _attend),
-    LINEAR: partial(_run, _linear),
-    ATTEND_BWD: run_backward,
-    LINEAR_BWD: run_backward,
-}
+def _nodes(name: str, fake: Callable[..., Any], rest: str = "") -> tuple[Any, Any]:
+    """The ops of the forward and the backward."""
+    forward = f"opaque_{name}(Tensor[] tensors, int call, int[] given{rest}) -> (Tensor, Tensor)"
+    backward = f"opaque_{name}_bwd(Tensor ran, Tensor dout, Tensor[] given, int call) -> Tensor[]"
+    run = node(forward, fake, pointwise=False)(partial(_run, fake))
+    return run, node(backward, _backward, pointwise=False)(run_backward)
+
+
+ATTEND, ATTEND_BWD = _nodes("attention", _attend)
+LINEAR, LINEAR_BWD = _nodes("linear", _linear, ", int features, ScalarType dtype")

@@ -16,21 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..private_apis import FakeTensor, above_autograd, without_dispatch_modes
-from ..reference.dropout import StateBefore
-from . import opaque
-from ._linear import no_view
-from ._tiled import TiledRun, forward_in_tiles
-from .autocast import SameAutocast, autocast_dtype
+from ..private_apis import above_autograd, without_dispatch_modes
+from . import layer_calls
+from ._tiled import TiledRun, run_in_tiles
+from .autocast import autocast_dtype
+from .nodes import node
 from .snapshot import Snapshot
 
-_LIBRARY = torch.library.Library("hf_actcompress", "FRAGMENT")  # type: ignore[no-untyped-call]
-_LIBRARY.define("tiled(Tensor x, Tensor[] weights, int call, int features, ScalarType dtype) -> Tensor")  # type: ignore[no-untyped-call]
-_LIBRARY.define(
-    "tiled_bwd(Tensor dy, Tensor x, Tensor[] weights, int call, bool needs_x, bool over_x=False) -> Tensor[]"
-)  # type: ignore[no-untyped-call]
-TILED = torch.ops.hf_actcompress.tiled.default
-TILED_BWD = torch.ops.hf_actcompress.tiled_bwd.default
 # whether the layer that is traced is checkpointed and has so many rows that its MLPs are computed in tiles
 _checkpointed: ContextVar[bool] = ContextVar("a checkpointed layer in tiles", default=False)
 
@@ -84,29 +76,32 @@ class TiledCall:
     draws: bool
 
     def of(self, module: nn.Module, given: Mapping[str, Sequence[Any]], runs_again: bool) -> _Running:
-        """The call in one call of a layer, whose MLP is `module`."""
-        return _Running(self, module, runs_again)
+        return _Running(self, module)
+
+    def why_not_again(self, attention: bool) -> str:
+        return "an MLP in tiles draws numbers that no second run can draw again" if self.draws else ""
 
 
 class _Running:
     """One call of an MLP in tiles, for its forward and its backward, which reads nothing from the module."""
 
-    def __init__(self, call: TiledCall, module: nn.Module, runs_again: bool) -> None:
-        self._call = call
-        self._drawn: StateBefore | None = None
-        self._own = Snapshot(module, call.tiles.code)
-        self._stock = Snapshot(module, call.tiles.stock) if runs_again else call.tiles.stock(module)
-        self._rows = partial(call.tiles.rows, module)
-        self._tile = 0
+    _run: TiledRun
+
+    def __init__(self, call: TiledCall, module: nn.Module) -> None:
+        self._call, tiles = call, call.tiles
+        # the code runs for the gradients alone, unless the whole output is asked for
+        self._own = Snapshot(
+            module, lambda copy: lambda x, whole=False: (tiles.stock if whole else tiles.code)(copy)(x)
+        )
+        self._stock, self._rows = tiles.stock(module), partial(tiles.rows, module)
 
     def forward(self, x: Tensor) -> Tensor:
         device, dtype = self._call.autocast or (x.device.type, None)
-        before = StateBefore(x.device)
-        self._tile = self._tile or self._rows(x.numel() // x.shape[-1])
+        # a backward that runs it again runs the module as it was
+        stock, self._stock = self._stock, partial(self._own, whole=True)
+        tile = self._rows(x.numel() // x.shape[-1])
         with above_autograd(), torch.no_grad(), torch.autocast(device, dtype, dtype is not None, cache_enabled=False):
-            self._again = SameAutocast(self._own.run, x)
-            y = no_view(forward_in_tiles(self._stock, x, self._tile))
-        self._drawn = before if before.has_changed() else None
+            y, self._run = run_in_tiles(stock, x, tile, self._own)
         return y
 
     def backward(self, dy: Tensor, x: Tensor, weights: Sequence[Tensor], needs_x: bool, over_x: bool) -> list[Tensor]:
@@ -114,9 +109,8 @@ class _Running:
         own = [w.detach() for w in self._own.tensors]
         for place, w in zip(places, weights, strict=True):
             own[place] = w.detach().requires_grad_()
-        run = TiledRun(self._again, self._tile, self._own, self._drawn)
         with above_autograd():
-            dx, found = run.backward(x, dy, own, needs_x=needs_x, over_x=over_x)
+            dx, found = self._run.backward(x, dy, own, needs_x=needs_x, over_x=over_x)
         wanted = [grad for place, grad in enumerate(found) if place in places]
         # of no rows no tile has made a gradient
         grads = [torch.zeros_like(w) if grad is None else grad for grad, w in zip(wanted, weights, strict=True)]
@@ -140,7 +134,7 @@ class _Node(torch.autograd.Function):
 
 def rows_as_node(module: nn.Module, tiles: Tiles, x: Tensor, draws: bool) -> Tensor:
     """What an MLP returns of x [..., H], in a trace: as one node. `module` is its copy, `draws`: it has dropout."""
-    made, dtype = opaque.calls_so_far(), autocast_dtype(x)
+    made, dtype = layer_calls.calls_so_far(), autocast_dtype(x)
     count = len(made)
     own = Snapshot(module, tiles.code).tensors
     with without_dispatch_modes(), torch.enable_grad():
@@ -152,40 +146,41 @@ def rows_as_node(module: nn.Module, tiles: Tiles, x: Tensor, draws: bool) -> Ten
     del made[count:]
     autocast = None if dtype is None else (x.device.type, dtype)
     places = tuple(i for i, grad in zip(wanted, used, strict=True) if grad is not None)
-    made.append(TiledCall(tiles, vars(module)[opaque.PATH], places, autocast, draws))
+    made.append(TiledCall(tiles, vars(module)[layer_calls.PATH], places, autocast, draws))
     y: Tensor = _Node.apply(count, row.size(-1), row.dtype, x, *(own[i] for i in places))  # type: ignore[no-untyped-call]
     return y
 
 
-@torch.library.register_fake("hf_actcompress::tiled", lib=_LIBRARY)
-def _tiled(x: Tensor, weights: list[Tensor], call: int, features: int, dtype: torch.dtype) -> Tensor:
+def _like_output(x: Tensor, weights: list[Tensor], call: int, features: int, dtype: torch.dtype) -> Tensor:
     return x.new_empty((*x.shape[:-1], features), dtype=dtype)
 
 
-@torch.library.register_fake("hf_actcompress::tiled_bwd", lib=_LIBRARY)
-def _tiled_bwd(
-    dy: Tensor, x: Tensor, weights: list[Tensor], call: int, needs_x: bool, over_x: bool = False
-) -> list[Tensor]:
+@node(
+    "tiled(Tensor x, Tensor[] weights, int call, int features, ScalarType dtype) -> Tensor",
+    _like_output,
+    pointwise=False,
+)
+def TILED(x: Tensor, weights: list[Tensor], call: int, features: int, dtype: torch.dtype) -> Tensor:
+    """The output [..., features] of x [..., H]."""
+    run: _Running | None = layer_calls.running_call(call, x)
+    return _like_output(x, weights, call, features, dtype) if run is None else run.forward(x)
+
+
+def _like_given(x: Tensor, weights: list[Tensor], needs_x: bool) -> list[Tensor]:
     given = [x, *weights] if needs_x else weights
     return [torch.empty_like(t, memory_format=torch.contiguous_format) for t in given]
 
 
-def _run(x: Tensor, weights: list[Tensor], call: int, features: int, dtype: torch.dtype) -> Tensor:
-    if isinstance(x, FakeTensor) and not opaque.is_running():
-        # a plan's code is tried on tensors without data, and without a layer
-        return _tiled(x, weights, call, features, dtype)  # type: ignore[no-any-return]
-    y: Tensor = opaque.call_running(call).forward(x)
-    return y
-
-
-def _run_backward(
+@node(
+    "tiled_bwd(Tensor dy, Tensor x, Tensor[] weights, int call, bool needs_x, bool over_x=False) -> Tensor[]",
+    lambda dy, x, weights, call, needs_x, over_x=False: _like_given(x, weights, needs_x),
+    pointwise=False,
+)
+def TILED_BWD(
     dy: Tensor, x: Tensor, weights: list[Tensor], call: int, needs_x: bool, over_x: bool = False
 ) -> list[Tensor]:
-    if isinstance(x, FakeTensor) and not opaque.is_running():
-        return _tiled_bwd(dy, x, weights, call, needs_x)  # type: ignore[no-any-return]
-    grads: list[Tensor] = opaque.call_running(call).backward(dy, x, weights, needs_x, over_x)
-    return grads
-
-
-# what each op runs
-RUNS: dict[Any, Callable[..., Any]] = {TILED: _run, TILED_BWD: _run_backward}
+    """The gradients of x, if it needs one, and of the weights; `over_x`: that of x may be written over x."""
+    run: _Running | None = layer_calls.running_call(call, x)
+    if run is None:
+        return _like_given(x, weights, needs_x)
+    return run.backward(dy, x, weights, needs_x, over_x)

@@ -72,12 +72,24 @@ def test_a_weight_that_the_mlp_does_not_use_gets_no_gradient() -> None:
     assert_equal_gradients(stock)
 
 
+class Block(nn.Module):
+    def __init__(self, mlp: nn.Module) -> None:
+        super().__init__()
+        self.mlp = mlp
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.mlp(x)  # type: ignore[no-any-return]
+
+
 def test_no_rows() -> None:
-    stock = llama()
-    ours = patch_model(copy.deepcopy(stock), TILES)
-    x = torch.zeros(1, 0, 32)
-    for model in (stock.layers[0].mlp, ours.layers[0].mlp):
-        assert model(x.clone().requires_grad_()).shape == x.shape
+    mlp = llama().layers[0].mlp
+    ours: Any = patch_model(nn.Sequential(Block(mlp), Block(copy.deepcopy(mlp))), TILES)
+    for rows in (5, 0):
+        x = torch.zeros(rows, 3, 32).requires_grad_()
+        y = ours(x)
+        y.sum().backward()
+        assert y.shape == x.grad.shape == x.shape  # type: ignore[union-attr]
+    assert calls(ours) == [2, 2] and all(p.grad is not None for p in ours.parameters())
 
 
 @pytest.mark.parametrize("attention", ["kept", "recomputed"])

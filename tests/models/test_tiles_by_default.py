@@ -14,22 +14,22 @@ from hf_actcompress import CompressionConfig, estimate, patch_model
 from hf_actcompress.layers.site import PlannedLayerMixin
 from hf_actcompress.memory.measurement.allocator import allocator_trace
 from hf_actcompress.modules import tiled as tiled_mlps
-from hf_actcompress.ops import tiled_node
+from hf_actcompress.ops import _tiled
 from hf_actcompress.reference import tiles
 from tests.models.test_tiled_mlps import Products, checkpointed, gradients, llama, some_rows, with_lora
 from tests.oracle import assert_within_law
 
 
 def _tiles_that_run(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The rows of a tile of each MLP that is computed in tiles by a plan from now on."""
+    """The rows of a tile of each MLP that is computed in tiles from now on."""
     seen: list[int] = []
-    forward = tiled_node.forward_in_tiles
+    forward = _tiled.forward_in_tiles
 
     def counted(stock: Any, x: Tensor, tile: int) -> Tensor:
         seen.append(tile)
         return forward(stock, x, tile)
 
-    monkeypatch.setattr(tiled_node, "forward_in_tiles", counted)
+    monkeypatch.setattr(_tiled, "forward_in_tiles", counted)
     return seen
 
 

@@ -17,8 +17,8 @@ aten = torch.ops.aten
 _IGNORE_INDEX = -100
 # ops that ask for values, and ops from whose results some answers follow
 ASKS = frozenset((
-    aten._fused_sdp_choice.default, aten._local_scalar_dense.default, aten.equal.default,
-    aten.index.Tensor, aten.nonzero.default,
+    aten._fused_sdp_choice.default, aten._local_scalar_dense.default, aten.equal.default, aten.index.Tensor,
+    aten.nonzero.default,
 ))  # fmt: skip
 TELLS = frozenset((
     aten._is_all_true.default, aten.all.default, aten.all.dim, aten.constant_pad_nd.default,
