@@ -13,8 +13,8 @@ from torch.fx import Graph, Node
 
 from ..compilation.policy import is_cheap, is_statistic, is_view
 from ..ops.opaque import ATTEND, LINEAR
-from ..ops.tiled_node import TILED
 from ..ops.traced_experts import DOWN
+from ..ops.traced_tiles import TILED
 from ..records import Derived, declare, restores_rows
 from .batch_norms import BATCH_NORMS, copy_without_statistics, read_again
 from .code import forward_code
@@ -24,10 +24,11 @@ from .rules import PRODUCTS
 
 # how many tensors an output may be made of, beside weights
 _SOURCES = 8
-# beside matrix products; and what runs one call of a layer, which a reader behind the layer has not
+# what costs too much to compute again, and what needs the call of the layer, which a reader behind the layer lacks
 _NEVER = PRODUCTS | {
     ATTEND, DOWN, LINEAR, TILED, torch.ops.aten._grouped_mm.default, torch.ops.aten.convolution.default,
 }  # fmt: skip
+# what is computed again although no rule of the policy says that it is cheap
 _ALSO = BATCH_NORMS | {operator.getitem}
 _Back = Callable[[Tensor], Tensor]
 

@@ -31,7 +31,10 @@ _BACKWARD = aten.native_batch_norm_backward.default
     pointwise=False,
 )
 def AGAIN(x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, eps: float) -> Tensor:
-    """The output of a BatchNorm with the statistics of the batch; `mean` says of which one."""
+    """The output of a BatchNorm with the statistics of the batch.
+
+    The mean is not read. It ties this node to the op that updates the running statistics.
+    """
     y: Tensor = torch.native_batch_norm(x, weight, bias, None, None, True, 0.0, eps)[0]
     return y
 

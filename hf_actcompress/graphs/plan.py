@@ -16,7 +16,7 @@ from ..codecs import IDENTITY
 from ..compilation.attribution import module_reading, running
 from ..compilation.policy import of_forward
 from ..ops.opaque import ATTEND, LINEAR
-from ..ops.tiled_node import TILED, TILED_BWD
+from ..ops.traced_tiles import TILED, TILED_BWD
 from ..private_apis import FakeTensorMode
 from .again import Recomputed, recomputed
 from .backward import BackwardCode, Stops

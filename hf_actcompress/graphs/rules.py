@@ -12,7 +12,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from ..compilation.policy import CODEC, apply_policy, hint, is_view, nbytes, numel, of_forward, tag_recompute
 from ..ops.opaque import LINEAR
-from ..ops.tiled_node import TILED
+from ..ops.traced_tiles import TILED
 from .batch_norms import recompute_outputs
 from .draws import DROPPED
 from .redraw import drawn_from, is_drawn, state_before

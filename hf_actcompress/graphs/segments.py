@@ -95,7 +95,10 @@ class Cutter:
         return made
 
     def _with_views(self, nodes: list[Node]) -> list[Node]:
-        """A segment that makes views itself, of what other segments return: a compiler lays a view out as it likes."""
+        """The nodes of a segment, and before them the views that it reads from other segments.
+
+        It makes these itself, because a compiler may lay out a view that it returns in any way.
+        """
         added: dict[Node, None] = {}
         pending = _given(nodes)
         while pending:

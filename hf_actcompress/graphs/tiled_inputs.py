@@ -9,15 +9,16 @@ from torch.fx import Graph, Node
 
 from ..compilation.attribution import running
 from ..compilation.policy import is_cheap, is_view, made_of
-from ..ops.tiled_node import TILED_BWD
+from ..ops.traced_tiles import TILED_BWD
 from .in_place import is_made
 from .rules import NORMS
 
 
 def own_inputs(graph: Graph) -> None:
-    """Let each MLP in tiles have an input of its own, if a norm's cheap calls make it, and write over it.
+    """Give each MLP in tiles an input that no other call reads, and let the gradient be written over it.
 
-    The backward of the norm reads results of the same calls. They are computed for it when the tiles have run.
+    The input is a norm's output. The norm's backward reads results of the same cheap calls, which would be alive while
+    the tiles run. So these calls are made twice: for the tiles, and behind them for the norm.
     """
     for node in list(graph.nodes):
         if node.target is TILED_BWD:

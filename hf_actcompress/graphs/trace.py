@@ -244,7 +244,7 @@ def _without_copies(graph: Graph) -> None:
 
 
 def _without_examples(graph: Graph) -> None:
-    """Let memory that a tensor makes for others of its kind be made without that tensor, which need not be kept."""
+    """Replace `x.new_empty(size)` by `torch.empty(size)`, so that x need not be kept for it."""
     for node in list(graph.nodes):
         if node.target is aten.new_empty.default:
             value = node.meta["val"]

@@ -135,8 +135,8 @@ class PlannedLayer:
         base, attributes = _kind_of(layer)
         kind, known = self.store.kind(base, attributes)
         look, weights, reason = LayerLook(layer), _places(layer), why_not(layer, other_codec(layer))
-        tiles = tiles_if_checkpointed(layer)
-        state = State(look, kind, known, base, attributes, weights, _adapters(layer), tiles, reason)
+        adapters, tiles = _adapters(layer), tiles_if_checkpointed(layer)
+        state = State(look, kind, known, base, attributes, weights, adapters, tiles, reason)
         self._states = [state, *self._states[: _STATES - 1]]
         return state
 
@@ -207,7 +207,7 @@ class PlannedLayer:
         others: dict[str, Sequence[Any]] = {"mask": given.masks, "integer": given.integers}
         calls = [call.of(module, others, plan.checkpointed) for call, module in zip(known.calls, modules, strict=True)]
         whole = plan.elements <= stages.SLACK or way.compiled
-        # beside a whole MLP, gradients of this size do not show
+        # a whole MLP needs so much memory that gradients of this size do not raise the peak
         stops = () if whole else stops_of(plan.order, inputs, 0 if plan.tiles else 4 * x.numel())
         run = Stages(stops, inputs, calls) if stops else None
         heads: Heads | None = {} if 3 * x.numel() >= handing.LARGE else None

@@ -28,7 +28,7 @@ from ..modules.base import settings_of, stock_type
 from ..ops import layer_calls
 from ..ops.kernel_nodes import left_to_a_compiler
 from ..ops.snapshot import Snapshot
-from ..ops.tiled_node import traced_in_tiles
+from ..ops.traced_tiles import traced_in_tiles
 from ..private_apis import without_dispatch_modes, without_saved_tensor_hooks
 from ..private_apis.graphs import ONE_TRACE, code_when_asked
 from ..records import Padding
@@ -221,7 +221,7 @@ def _learn(
 
 
 def _refuse_again(calls: Sequence[layer_calls.LayerCall], again: Recompute) -> None:
-    """Raise NotTraced if backward would run a call again that cannot be."""
+    """Raise NotTraced if backward would run a call again that cannot run again."""
     for call in calls if again != Recompute.NOTHING else ():
         reason = call.why_not_again(attention=again == Recompute.ALL)
         if reason:

@@ -57,7 +57,7 @@ class BatchNormMixin(ModuleMixin):
         return y
 
     def _in_plan(self, *args: Any, **kwargs: Any) -> Any:
-        """In the trace of a plan: each call of the layer counts the batch then, and the graph does not."""
+        """In the trace of a plan, whose graph counts no batches: each later call of the layer does (`BatchCount`)."""
         count = self.num_batches_tracked
         if not self.training or count is None:
             return super().forward(*args, **kwargs)
@@ -73,7 +73,7 @@ class BatchNormMixin(ModuleMixin):
 
 @dataclass(frozen=True)
 class BatchCount:
-    """A call of a BatchNorm in a layer's code, whose only trace outside of the graph is the number of batches.
+    """A call of a BatchNorm in a layer's code. Its one effect outside of the graph is that it counts the batch.
 
     Attributes:
         path: The BatchNorm, by its name in the layer.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import compilation, ops
-from ..ops import tiled_node
+from ..ops import traced_tiles
 from ..private_apis import transforms_or_export
 from ..records import checkpointed as is_checkpointed
 from ..records import current, stock_only
@@ -117,12 +117,12 @@ class TiledMixin(ModuleMixin):
         assert settings is not None
         if not compilation.is_traced_plan():
             return False
-        return settings.tile > 0 or (tiled_node.in_tiles() and not draws(self))
+        return settings.tile > 0 or (traced_tiles.in_tiles() and not draws(self))
 
     def _as_node(self, x: Tensor) -> Tensor:
         assert self.actcompress is not None
         compilation.keep(x, self.actcompress.codec_name)
-        return tiled_node.rows_as_node(self, _TILES, x, draws(self))
+        return traced_tiles.rows_as_node(self, _TILES, x, draws(self))
 
     def whole(self, *args: Any, **kwargs: Any) -> Any:
         """All rows at once."""
@@ -160,4 +160,4 @@ def _rows(module: TiledMixin, rows: int) -> int:
     return module.actcompress.tile or rows_of_tiles(rows) or max(1, rows)
 
 
-_TILES = tiled_node.Tiles(_rows, lambda module: module.stock_forward(), _tile_of)  # type: ignore[arg-type]
+_TILES = traced_tiles.Tiles(_rows, lambda module: module.stock_forward(), _tile_of)  # type: ignore[arg-type]

@@ -57,7 +57,7 @@ class DeviceRules(Protocol):
         ...
 
 
-# how many estimates are made now, in all threads. Without one a training asks for no context variable
+# how many estimates are made now, in all threads. While there is none, no step of a training reads a context variable
 _estimates = 0
 _lock = Lock()
 _rules: ContextVar[DeviceRules | None] = ContextVar("hf_actcompress_device_rules", default=None)

@@ -11,7 +11,7 @@ import torch
 import transformers as hf
 from torch import Tensor, nn
 
-from hf_actcompress import CompressionConfig, patch_model
+from hf_actcompress import CompressionConfig, patch_model, unpatch_model
 from tests.families import differing, relative_error
 from tests.layers.plans import calls, plans_of
 
@@ -102,3 +102,17 @@ def test_an_mlp_that_draws_runs_no_second_time_in_a_plan(attention: str) -> None
     patch_model(model, CompressionConfig(tiled_mlp=8, checkpoint_attention=attention))
     gradients(model)
     assert all("draws numbers" in plans.why for plans in plans_of(model))
+
+
+def test_a_norm_behind_an_mlp_that_is_unpatched_before_backward() -> None:
+    """OLMo 2 reads the MLP's output in backward, so that a checkpointed layer runs the MLP again, as it was."""
+    config = hf.Olmo2Config(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, use_cache=False, pad_token_id=0,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    stock: Any = hf.Olmo2Model(config).train()
+    stock.gradient_checkpointing_enable()
+    ours = patch_model(copy.deepcopy(stock), TILES)
+    found, expected = gradients(ours, unpatch_model), gradients(stock)
+    assert relative_error(found, expected) < 1e-6, differing(found, expected)

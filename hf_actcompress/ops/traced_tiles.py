@@ -85,7 +85,7 @@ class TiledCall:
 class _Running:
     """One call of an MLP in tiles, for its forward and its backward, which reads nothing from the module."""
 
-    _run: TiledRun
+    _run: TiledRun | None = None
 
     def __init__(self, call: TiledCall, module: nn.Module) -> None:
         self._call, tiles = call, call.tiles
@@ -97,14 +97,18 @@ class _Running:
 
     def forward(self, x: Tensor) -> Tensor:
         device, dtype = self._call.autocast or (x.device.type, None)
-        # a backward that runs it again runs the module as it was
-        stock, self._stock = self._stock, partial(self._own, whole=True)
-        tile = self._rows(x.numel() // x.shape[-1])
+        stock: Callable[[Tensor], Tensor] = self._stock
+        if self._run is None:
+            tile = self._rows(x.numel() // x.shape[-1])
+        else:
+            # a backward runs it again, as it was
+            stock, tile = partial(self._own, whole=True), self._run.tile
         with above_autograd(), torch.no_grad(), torch.autocast(device, dtype, dtype is not None, cache_enabled=False):
             y, self._run = run_in_tiles(stock, x, tile, self._own)
         return y
 
     def backward(self, dy: Tensor, x: Tensor, weights: Sequence[Tensor], needs_x: bool, over_x: bool) -> list[Tensor]:
+        assert self._run is not None, "the forward ran before"
         places = self._call.places
         own = [w.detach() for w in self._own.tensors]
         for place, w in zip(places, weights, strict=True):
