@@ -39,26 +39,28 @@ class Recomputed:
 
     Attributes:
         output: The place of the output.
-        code: Makes it of the sources.
-        sources: Their places among the kept tensors.
+        code: Makes it of the sizes and the sources.
+        sizes: The places of the integers among the kept ones.
+        sources: The places of the tensors among the kept ones.
         own: For each of them, whether the plan has made it.
         weights: For each of them, whether it is a weight.
     """
 
     output: int
-    code: Callable[..., Tensor]
+    code: _First
+    sizes: tuple[int, ...]
     sources: tuple[int, ...]
     own: tuple[bool, ...]
     weights: tuple[bool, ...]
 
-    def declare(self, y: Tensor, kept: Sequence[Tensor], sharded: bool) -> None:
+    def declare(self, y: Tensor, kept: Sequence[Tensor], sizes: Sequence[int], sharded: bool) -> None:
         """Declare that y is recomputed; `sharded`: whether the weights' memory is freed when the layer has run."""
         places = zip(self.sources, self.own, self.weights, strict=True)
         sources = [source_of(kept[i], own, copied=sharded and weight) for i, own, weight in places]
         if any(isinstance(source, Derived) and not restores_rows(source) for source in sources):
             # from layer to layer, the first backward would make all of them again at once
             return
-        declare(y, self.code, *sources)
+        declare(y, self.code.of([sizes[i] for i in self.sizes]), *sources)
 
 
 def recomputed(halves: Halves, place: int, y: Node, backs: Mapping[Node, _Back], parameters: int) -> Recomputed | None:
@@ -74,6 +76,7 @@ def recomputed(halves: Halves, place: int, y: Node, backs: Mapping[Node, _Back],
     if y in halves.kept or y.op == "placeholder" or not y.meta["val"].is_floating_point():
         return None
     needs: list[Node] = []
+    sizes: list[Node] = []
     seen: set[Node] = set()
     pending = [y]
     while pending:
@@ -83,6 +86,8 @@ def recomputed(halves: Halves, place: int, y: Node, backs: Mapping[Node, _Back],
         seen.add(x)
         if x in halves.kept:
             needs.append(x)
+        elif x in halves.sizes:
+            sizes.append(x)
         elif not _is_recomputed(x):
             return None
         else:
@@ -91,8 +96,8 @@ def recomputed(halves: Halves, place: int, y: Node, backs: Mapping[Node, _Back],
     if sum(x not in inputs[:parameters] for x in needs) > _SOURCES:
         return None
     graph = Graph()
-    given = [graph.placeholder(x.name) for x in needs]
-    copied = dict(zip(needs, given, strict=True))
+    given = [graph.placeholder(x.name) for x in (*sizes, *needs)]
+    copied = dict(zip((*sizes, *needs), given, strict=True))
     for x, placeholder in copied.items():
         placeholder.meta = dict(x.meta)
     for x in halves.forward.graph.nodes:
@@ -102,21 +107,30 @@ def recomputed(halves: Halves, place: int, y: Node, backs: Mapping[Node, _Back],
     own = tuple(x not in inputs for x in needs)
     weights = tuple(x in inputs[:parameters] for x in needs)
     code = _First(run, [backs.get(x) for x in needs])
-    return Recomputed(place, code, tuple(halves.kept.index(x) for x in needs), own, weights)
+    of_sizes, sources = tuple(map(halves.sizes.index, sizes)), tuple(map(halves.kept.index, needs))
+    return Recomputed(place, code, of_sizes, sources, own, weights)
 
 
 class _First:
-    """A function that returns the first item of what another one returns; `backs` prepare its arguments."""
+    """A function that returns the first item of what another one returns. That one takes the `sizes`, and then tensors,
+    which `backs` prepare.
+    """
 
-    def __init__(self, run: Callable[..., tuple[Any, ...]], backs: Sequence[_Back | None]) -> None:
-        self._run, self._backs = run, backs
+    def __init__(
+        self, run: Callable[..., tuple[Any, ...]], backs: Sequence[_Back | None], sizes: Sequence[int] = ()
+    ) -> None:
+        self._run, self._backs, self._sizes = run, backs, sizes
+
+    def of(self, sizes: Sequence[int]) -> _First:
+        """The same function for other sizes."""
+        return _First(self._run, self._backs, sizes) if sizes else self
 
     def __call__(self, *args: Tensor) -> Tensor:
         if torch.is_grad_enabled():
             with torch.no_grad():
                 return self(*args)
         given = [x if back is None else back(x) for x, back in zip(args, self._backs, strict=True)]
-        return self._run(*given)[0]  # type: ignore[no-any-return]
+        return self._run(*self._sizes, *given)[0]  # type: ignore[no-any-return]
 
 
 def _is_recomputed(x: Node) -> bool:

@@ -74,7 +74,7 @@ class PlanFunction(torch.autograd.Function):
         kept: list[Any] = [pool[i].detach() if w else pool[i] for i, w in plan.kept]
         ctx.checks = None if plan.left_out is None else _without_rows(plan.left_out, way, kept, inputs)
         for made in plan.made:
-            made.declare(outputs[made.output], kept, sharded)
+            made.declare(outputs[made.output], kept, found[plan.tensors :], sharded)
         keepers: Sequence[str] = plan.keepers
         ctx.slots = None
         if way.outside or plan.packed or calls:

@@ -177,9 +177,12 @@ class PlannedLayer:
         seen = state.looked_at(given)
         arguments = {(ARGUMENT, str(i)) for i in range(len(given.integers)) if i not in seen}
         whole = key[2] is type(None)
-        dynamic = not whole or len(others) >= self.store.alone
+        at_once = self.store.many_sizes and not others
+        dynamic = not whole or at_once or len(others) >= self.store.alone
         setting = TraceSetting(key[0], key[1], dynamic, None if whole else key[2], tiles=key[3])
         known, looked = learn(layer, given, setting, differing | arguments)
+        if at_once and whole and isinstance(known.plan, str):
+            known, looked = learn(layer, given, setting._replace(dynamic=False), differing | arguments)
         if looked:
             state.kind.branched |= looked - arguments
             state.kind, state.known = self.store.kind(state.base, state.attributes)

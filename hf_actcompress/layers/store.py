@@ -102,22 +102,26 @@ ARGUMENT = "="
 
 
 class Store:
-    """The plans of a model's layers. A copy or a pickle of a model begins without plans. `alone`: how many sizes of a
-    call get a plan each, before there is one for any sizes, whose trace takes several times as long.
+    """The plans of a model's layers. A copy or a pickle of a model begins without plans.
+
+    Args:
+        alone: How many sizes of a call get a plan each, before there is one for any sizes, whose trace takes twice as
+            long or more.
+        many_sizes: Whether the first trace is for any sizes already; if it fails, the first sizes get their own.
     """
 
-    def __init__(self, alone: int = 1) -> None:
-        self.alone = alone
+    def __init__(self, alone: int = 1, many_sizes: bool = False) -> None:
+        self.alone, self.many_sizes = alone, many_sizes
         self._kinds: dict[Hashable, Kind] = {}
         # for each kind, the values of each attribute in its layers
         self._values: dict[Hashable, dict[tuple[str, str], set[Hashable]]] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Store:
-        twin: Store = memo.setdefault(id(self), Store(self.alone))
+        twin: Store = memo.setdefault(id(self), Store(self.alone, self.many_sizes))
         return twin
 
     def __reduce__(self) -> Any:
-        return Store, (self.alone,)
+        return Store, (self.alone, self.many_sizes)
 
     def note(self, base: Hashable, attributes: Attributes) -> None:
         """Note a layer of a kind, so that it is known which of its attributes differ from those of its siblings."""
