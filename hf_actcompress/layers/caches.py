@@ -1,34 +1,73 @@
-"""Caches of keys and values that a training forward makes empty, and that a layer fills."""
+"""Caches that a training forward makes empty, and that a layer fills: with keys and values, and with states.
+
+What a layer puts into a cache is an output of its plan. Keys and values are known by the call of `update`. All else
+(states of linear attention and of convolutions, keys of an indexer) is known by what the code has changed in the cache's
+part of that layer, whose methods run in the trace.
+"""
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Sequence
+from itertools import repeat
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.fx import traceback
 from transformers import DynamicCache, EncoderDecoderCache
 
-from ..graphs.trace import LAID_OUT
-from ..models.empty_cache import fill
+from ..graphs.trace import LAID_OUT, NotTraced
+from ..models.empty_cache import fill, holds_tensors
+from ..records import replaced, tensors_in
+from .noted import Number
 
 # the parts of a decoder's cache that attends to an encoder, too
 _PARTS = ("self_attention_cache", "cross_attention_cache")
 
 
+class States(NamedTuple):
+    """What a layer changes in its part of a cache, beside keys and values.
+
+    Attributes:
+        kind: The class of that part.
+        before: Its attributes before.
+        after: The attributes that are others afterwards; each tensor is a place.
+        size: How many tensors are in them.
+    """
+
+    kind: type
+    before: dict[str, Any]
+    after: dict[str, Any]
+    size: int
+
+    def begin_in(self, layer: Any) -> bool:
+        """Whether a part of a cache is as it was before."""
+        now = vars(layer)
+        return type(layer) is self.kind and not holds_tensors(now) and now == self.before
+
+
 class Slot(NamedTuple):
-    """Where a layer puts keys and values, or, with `is_flag`, that it notes that the states of an encoder are there.
+    """Where a layer puts keys and values, or states, or a note that the states of an encoder are there.
 
     Attributes:
         cache: Which one of the caches among the arguments.
         part: The attribute of that cache that takes them; empty for the cache itself.
         index: The index of the layer in it, or where it is.
-        is_flag: Whether it is the note.
+        is_flag: Whether it is such a note.
+        states: The states; None for keys and values.
     """
 
     cache: int
     part: str
     index: Any
     is_flag: bool = False
+    states: States | None = None
+
+    @property
+    def size(self) -> int:
+        """How many tensors it takes."""
+        return 0 if self.is_flag else 2 if self.states is None else self.states.size
 
     def of(self, caches: list[Any]) -> Any:
         """The cache, or the part of it, that takes the keys and values."""
@@ -41,21 +80,93 @@ class Slot(NamedTuple):
         cache = self.of(caches)
         if type(cache) is not DynamicCache or cache.offloading:
             return False
+        if self.states is not None:
+            return len(cache.layers) > self.index and self.states.begin_in(cache.layers[self.index])
         return bool(len(cache.layers) <= self.index or cache.get_seq_length(self.index) == 0)
+
+    def fill(self, caches: list[Any], tensors: Sequence[Tensor]) -> None:
+        """Put tensors there."""
+        if self.is_flag:
+            caches[self.cache].is_updated[self.index] = True
+        elif self.states is None:
+            keys, values = tensors
+            fill(self.of(caches), keys, values, self.index)
+        else:
+            vars(self.of(caches).layers[self.index]).update(replaced(self.states.after, iter(tensors)))
+
+
+# the slots of a call, with the tensors for each
+Updates = list[tuple[Slot, Sequence[Tensor]]]
+
+
+class _Copies:
+    """Stands in the place of the list of a cache's parts: copies of them, one for each layer that the code asks for."""
+
+    def __init__(self, layers: Sequence[Any]) -> None:
+        self._layers = layers
+        # for each one: the index that was asked for, a copy, and the attributes that it had
+        self._copies: dict[int, tuple[Any, Any, dict[str, Any]]] = {}
+
+    def __len__(self) -> int:
+        return len(self._layers)
+
+    def __getitem__(self, index: Any) -> Any:
+        # an index that the code looks at would make a plan for each layer
+        number = index.value if isinstance(index, Number) else index
+        if number not in self._copies:
+            layer = copy.copy(self._layers[number])
+            before = vars(layer)
+            if holds_tensors(before):
+                raise NotTraced("its cache has states already")
+            vars(layer).update(replaced(before, repeat(None)))
+            self._copies[number] = index, layer, replaced(before, repeat(None))
+        return self._copies[number][1]
+
+    def changes(self, cache: int, part: str) -> Updates:
+        """What the code has changed in the copies."""
+        found: Updates = []
+        for index, layer, before in self._copies.values():
+            new = {name: value for name, value in vars(layer).items() if _differs(value, before.get(name, _NOTHING))}
+            if new:
+                tensors = list(tensors_in(new))
+                after = replaced(new, repeat(None))
+                states = States(type(layer), before, after, len(tensors))
+                found.append((Slot(cache, part, index, states=states), tensors))
+        return found
+
+
+# is no value of an attribute
+_NOTHING = object()
+
+
+def _differs(new: Any, old: Any) -> bool:
+    if holds_tensors(new):
+        return True
+    if _has_size(new):
+        raise NotTraced("its cache is told a size that changes")
+    return bool(new != old)
+
+
+def _has_size(value: Any) -> bool:
+    if isinstance(value, (dict, list, tuple)):
+        return any(map(_has_size, value.values() if isinstance(value, dict) else value))
+    return isinstance(value, torch.SymInt)
 
 
 class RecordingCache(DynamicCache):
-    """Stands in the place of an empty cache while a layer is traced: it hands back what it is given, copied as a cache
-    copies it. How a product rounds may depend on where its numbers lie.
+    """Stands in the place of an empty cache while a layer is traced. It hands back the keys and values that it is given,
+    copied as a cache copies them: how a product rounds may depend on where its numbers lie.
 
     Args:
+        cache: The cache.
         number: Which of the caches among the arguments it is.
         part: Which part of it.
-        updates: Takes the slot, keys and values of each update.
+        updates: Takes each slot with what is put there.
     """
 
-    def __init__(self, number: int, part: str, updates: list[tuple[Slot, Any]]) -> None:
+    def __init__(self, cache: Any, number: int, part: str, updates: Updates) -> None:
         super().__init__()
+        self.layers: Any = _Copies(cache.layers)
         self._number, self._part, self._updates = number, part, updates
 
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: Any, *args: Any, **kwargs: Any) -> Any:
@@ -67,12 +178,19 @@ class RecordingCache(DynamicCache):
     def get_seq_length(self, layer_idx: Any = 0, *args: Any, **kwargs: Any) -> int:
         return 0
 
+    def has_previous_state(self, *args: Any, **kwargs: Any) -> bool:
+        return False
+
+    def note_states(self) -> None:
+        """Add the states that it was given to the updates. When the layer has run."""
+        self._updates.extend(self.layers.changes(self._number, self._part))
+
 
 class _Flags(dict[Any, bool]):
     """Of a decoder's cache, for which layers the states of the encoder are there: for none. It does not look at keys,
     because an index that the code looks at would make a plan for each layer."""
 
-    def __init__(self, number: int, updates: list[tuple[Slot, Any]]) -> None:
+    def __init__(self, number: int, updates: Updates) -> None:
         self._number, self._updates = number, updates
 
     def get(self, key: Any, default: Any = None) -> Any:
@@ -82,26 +200,34 @@ class _Flags(dict[Any, bool]):
         self._updates.append((Slot(self._number, "", key, is_flag=True), ()))
 
 
-def stand_in(cache: Any, number: int, updates: list[tuple[Slot, Any]]) -> Any:
+def stand_in(cache: Any, number: int, updates: Updates) -> Any:
     """What stands in the place of a cache while a layer is traced."""
     if type(cache) is not EncoderDecoderCache:
-        return RecordingCache(number, "", updates)
-    found = EncoderDecoderCache(*(RecordingCache(number, part, updates) for part in _PARTS))
+        return RecordingCache(cache, number, "", updates)
+    found = EncoderDecoderCache(*(RecordingCache(getattr(cache, part), number, part, updates) for part in _PARTS))
     found.is_updated = _Flags(number, updates)
     return found
 
 
+def note_states(caches: Sequence[Any]) -> None:
+    """Add the states that stand-ins were given to the updates. When the layer has run."""
+    for cache in caches:
+        for part in _parts(cache):
+            part.note_states()
+
+
 def is_filled(cache: Any) -> bool:
     """Whether a cache has keys and values of a layer, if only of one that ran before in the same forward."""
-    parts = [getattr(cache, part) for part in _PARTS] if type(cache) is EncoderDecoderCache else [cache]
-    return any(len(part.layers) and part.get_seq_length() for part in parts)
+    return any(holds_tensors(vars(layer)) for part in _parts(cache) for layer in part.layers)
 
 
-def fill_slots(slots: list[Slot], caches: list[Any], heads: tuple[Tensor, ...]) -> None:
-    """Put a layer's keys and values, which come one after the other, into empty caches."""
-    rest = iter(heads)
+def fill_slots(slots: list[Slot], caches: list[Any], tensors: Sequence[Tensor]) -> None:
+    """Put what a layer caches, which comes one after the other, into empty caches."""
+    done = 0
     for slot in slots:
-        if slot.is_flag:
-            caches[slot.cache].is_updated[slot.index] = True
-            continue
-        fill(slot.of(caches), next(rest), next(rest), slot.index)
+        slot.fill(caches, tensors[done : done + slot.size])
+        done += slot.size
+
+
+def _parts(cache: Any) -> list[Any]:
+    return [getattr(cache, part) for part in _PARTS] if type(cache) is EncoderDecoderCache else [cache]

@@ -221,7 +221,7 @@ class PlannedLayer:
             made = tuple([y if i in plan.ungraded else let_go(heads, i, y) for i, y in enumerate(made)])
         count = len(made)
         if slots:
-            count -= 2 * sum(not slot.is_flag for slot in slots)
+            count -= sum(slot.size for slot in slots)
             fill_slots(slots, given.caches, made[count:])
         return (known.returned.put_together(made[:count], [*given.tensors, *given.caches, *given.integers]),)
 

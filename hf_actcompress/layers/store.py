@@ -33,7 +33,7 @@ from ..private_apis import without_dispatch_modes, without_saved_tensor_hooks
 from ..private_apis.graphs import ONE_TRACE, code_when_asked
 from ..records import Padding
 from ..roles import Role
-from .caches import Slot, is_filled, stand_in
+from .caches import Slot, Updates, is_filled, note_states, stand_in
 from .effects import without_effects
 from .given import CallArguments, Returned, Unknown
 from .look import Attributes
@@ -193,7 +193,7 @@ def _learn(
     noted.update({(ARGUMENT, str(i)): n for i, n in enumerate(integers) if isinstance(n, Number)})
     weights, device = len(snapshot.tensors), given.tensors[0].device.type
     marks, returned = attention_marks(layer), list[Returned]()
-    updates: list[tuple[Slot, Any]] = []
+    updates: Updates = []
 
     def call(inputs: list[Any]) -> list[Tensor]:
         updates.clear()
@@ -204,6 +204,7 @@ def _learn(
         autocast = torch.autocast(device, setting.autocast, setting.autocast is not None, cache_enabled=False)
         with Replaced(marks), autocast:
             value = snapshot.run(inputs[:weights], *args, **kwargs)
+            note_states(caches)
         found = Returned(value, [*tensors, *caches, *integers])
         returned[:] = [found]
         return [*found.tensors, *(x for _, heads in updates for x in heads)]

@@ -35,7 +35,7 @@ class EmptyCache:
         if type(cache) is not DynamicCache:
             return None
         layer = cache.layers[index] if index < len(cache.layers) else None
-        return None if _holds_tensors(vars(layer) if layer is not None else None) else cls(copy.deepcopy(layer), index)
+        return None if holds_tensors(vars(layer) if layer is not None else None) else cls(copy.deepcopy(layer), index)
 
     def new(self) -> Cache:
         """A new cache of that kind, empty."""
@@ -62,13 +62,14 @@ def fill(cache: Any, keys: Tensor, values: Tensor, index: int) -> None:
         # it stores only a part of its input (a window)
         cache.update(keys, values, index)
         return
-    layer.dtype, layer.device, layer.is_initialized = keys.dtype, keys.device, True
+    layer.lazy_initialization(keys, values)
     layer.keys, layer.values = keys, values
 
 
-def _holds_tensors(value: Any) -> bool:
+def holds_tensors(value: Any) -> bool:
+    """Whether a tensor is in nested dictionaries, lists and tuples."""
     if isinstance(value, dict):
         value = list(value.values())
     if isinstance(value, (list, tuple)):
-        return any(map(_holds_tensors, value))
+        return any(map(holds_tensors, value))
     return isinstance(value, Tensor)

@@ -11,7 +11,7 @@ from ._current import current, stock_only
 from .adapted import AdaptedWeight
 from .hooks import kept_through
 from .module_hooks import ModuleHooks, may_write, places_of
-from .nested import is_foreign, tensors_in, without_inference
+from .nested import is_foreign, replaced, tensors_in, without_inference
 from .net import netted
 from .outside import hooks_outside
 from .own_ops import applied, as_stock_saves, is_recomputed
@@ -98,6 +98,7 @@ __all__ = [
     "record_in_order_of",
     "record_of",
     "repeated_rows_of",
+    "replaced",
     "restores_rows",
     "rows_in_force",
     "rows_left_out",

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from typing import Any
 
 import pytest
 import torch
+import transformers as hf
 from torch import Tensor
 from transformers import DynamicCache
 
@@ -83,3 +85,59 @@ def test_a_second_step_makes_a_new_cache() -> None:
     batch = BY_NAME["llama"].make_batch()
     (first, grads), (second, again) = step(model, batch), step(model, batch)
     assert torch.equal(first, second) and all(torch.equal(grads[name], x) for name, x in again.items())
+
+
+_SMALL: dict[str, Any] = {
+    "vocab_size": 67, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "intermediate_size": 48, "head_dim": 8, "pad_token_id": 0,
+}  # fmt: skip
+_LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+_MAMBA = {"mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_chunk_size": 8}
+HYBRIDS: dict[str, Any] = {
+    "qwen3_next": ("Qwen3Next", {**_SMALL, **_LINEAR, "num_experts": 0}),
+    "lfm2": ("Lfm2", {**_SMALL, "layer_types": ["conv", "full_attention"] * 2}),
+    "falcon_h1": ("FalconH1", {**_SMALL, **_MAMBA}),
+}
+
+
+def contents(cache: Any) -> list[dict[str, Any]]:
+    """What each part of a cache holds, tensors by their bits."""
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: plain(item) for key, item in value.items()}
+        return value.tolist() if isinstance(value, Tensor) else value
+
+    return [{"kind": type(layer), **plain(vars(layer))} for layer in cache.layers]
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_the_states_of_linear_attention_and_convolutions_are_cached(name: str) -> None:
+    """The configs' default, `use_cache=True`: plans run, for any lengths, and the cache holds what stock's holds."""
+    kind, options = HYBRIDS[name]
+    if not hasattr(hf, f"{kind}Config"):
+        pytest.skip("this transformers has no such model")
+    torch.manual_seed(0)
+    stock = getattr(hf, f"{kind}ForCausalLM")(getattr(hf, f"{kind}Config")(**options)).train()
+    plans = patch_model(copy.deepcopy(stock), CompressionConfig(loss_head=False))
+    for length in (9, 12, 3):
+        batch = {"input_ids": torch.randint(3, 67, (2, length))}
+        batch["labels"] = batch["input_ids"]
+        assert_same(plans, stock, batch)
+        found, expected = (cache_in(model(**batch).to_tuple()) for model in (plans, stock))
+        assert contents(found) == contents(expected)
+    assert calls(plans) == [6] * 4
+
+
+def test_a_filled_cache_of_states_is_left_to_the_layers_own_code() -> None:
+    kind, options = HYBRIDS["lfm2"]
+    torch.manual_seed(0)
+    stock = getattr(hf, f"{kind}ForCausalLM")(getattr(hf, f"{kind}Config")(**options)).train()
+    plans = patch_model(copy.deepcopy(stock), CompressionConfig(loss_head=False))
+    ids = torch.randint(3, 67, (2, 9))
+    for model in (plans, stock):
+        name = next(iter(set(inspect.signature(model.forward).parameters) & {"cache", "past_key_values"}))
+        model.cached = {name: cache_in(model(input_ids=ids[:, :5]).to_tuple())}
+    logits = [model(input_ids=ids[:, 5:], **model.cached).logits for model in (plans, stock)]
+    assert torch.equal(*logits)
+    assert calls(plans) == [1] * 4
