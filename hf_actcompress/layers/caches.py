@@ -1,8 +1,8 @@
 """Caches that a training forward makes empty, and that a layer fills: with keys and values, and with states.
 
 What a layer puts into a cache is an output of its plan. Keys and values are known by the call of `update`. All else
-(states of linear attention and of convolutions, keys of an indexer) is known by what the code has changed in the cache's
-part of that layer, whose methods run in the trace.
+(states of linear attention and of convolutions, keys of an indexer) is known by what the code, which runs in the trace,
+has changed in the layer's part of the cache.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .noted import Number
 _PARTS = ("self_attention_cache", "cross_attention_cache")
 
 
-class States(NamedTuple):
+class CachedStates(NamedTuple):
     """What a layer changes in its part of a cache, beside keys and values.
 
     Attributes:
@@ -53,7 +53,7 @@ class Slot(NamedTuple):
     Attributes:
         cache: Which one of the caches among the arguments.
         part: The attribute of that cache that takes them; empty for the cache itself.
-        index: The index of the layer in it, or where it is.
+        index: The index of the layer in it; or where it is: the place of an attribute, or of an argument of the call.
         is_flag: Whether it is such a note.
         states: The states; None for keys and values.
     """
@@ -62,12 +62,16 @@ class Slot(NamedTuple):
     part: str
     index: Any
     is_flag: bool = False
-    states: States | None = None
+    states: CachedStates | None = None
 
     @property
     def size(self) -> int:
         """How many tensors it takes."""
         return 0 if self.is_flag else 2 if self.states is None else self.states.size
+
+    def of_call(self, integers: Sequence[int]) -> Slot:
+        """The same slot, with an index that is an argument of the call."""
+        return self if isinstance(self.index, int) else self._replace(index=integers[int(self.index[1])])
 
     def of(self, caches: list[Any]) -> Any:
         """The cache, or the part of it, that takes the keys and values."""
@@ -130,7 +134,7 @@ class _Copies:
             if new:
                 tensors = list(tensors_in(new))
                 after = replaced(new, repeat(None))
-                states = States(type(layer), before, after, len(tensors))
+                states = CachedStates(type(layer), before, after, len(tensors))
                 found.append((Slot(cache, part, index, states=states), tensors))
         return found
 
@@ -154,7 +158,7 @@ def _has_size(value: Any) -> bool:
 
 
 class RecordingCache(DynamicCache):
-    """Stands in the place of an empty cache while a layer is traced. It hands back the keys and values that it is given,
+    """Stands in the place of an empty cache while a layer is traced. It hands back keys and values as they are given,
     copied as a cache copies them: how a product rounds may depend on where its numbers lie.
 
     Args:

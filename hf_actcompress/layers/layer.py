@@ -27,11 +27,12 @@ from .function import PlanFunction
 from .given import CallArguments, Unknown, first_activation
 from .handing import Heads, let_go
 from .look import Attributes, LayerLook, kind_of
+from .noted import ARGUMENT
 from .possible import are_plain_weights, opaque_in, why_not
 from .site import LayerSettings
 from .stages import Stages, stops_of
 from .state import State, frozen
-from .store import ARGUMENT, Known, Store, TraceSetting, learn
+from .store import Known, Store, TraceSetting, learn
 
 # how many states of a layer (training, evaluation, adapters) are remembered
 _STATES = 8
@@ -202,6 +203,7 @@ class PlannedLayer:
         keeps: KeptInput | None,
     ) -> tuple[Any] | None:
         way, slots, modules = state.use(layer, known, plan, keeps, type(given.tensors[0]) is not FakeTensor)
+        slots = [slot.of_call(given.integers) for slot in slots]
         if slots and not all([slot.is_free(given.caches) for slot in slots]):
             return None
         inputs = [*weights, *given.tensors]

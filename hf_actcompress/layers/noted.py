@@ -14,6 +14,9 @@ from torch import nn
 
 from ..ops.snapshot import Snapshot
 
+# the first part of the place of an integer that is an argument of the call; the second is its number
+ARGUMENT = "="
+
 
 class Number:
     """Stands in the place of an integer while a layer is traced: code that compares it, computes with it or gives it to

@@ -37,7 +37,7 @@ from .caches import Slot, Updates, is_filled, note_states, stand_in
 from .effects import without_effects
 from .given import CallArguments, Returned, Unknown
 from .look import Attributes
-from .noted import Data, Number, noted_in
+from .noted import ARGUMENT, Data, Number, noted_in
 from .opaque_linear import node_of
 from .possible import opaque_in
 
@@ -97,8 +97,6 @@ class TraceSetting(NamedTuple):
 
 
 _shared: ContextVar[Store | None] = ContextVar("plans of several copies of a model", default=None)
-# the first part of the place of an integer that is an argument of the call; the second is its number
-ARGUMENT = "="
 
 
 class Store:

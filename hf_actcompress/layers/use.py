@@ -13,6 +13,7 @@ from ..modules.base import settings_of
 from ..modules.checkpoint import KeptInput
 from .caches import Slot
 from .function import Way
+from .noted import ARGUMENT
 from .store import Known
 
 
@@ -38,7 +39,9 @@ def use_of(layer: nn.Module, known: Known, plan: LayerPlan, keeps: KeptInput | N
 
 
 def _index(layer: nn.Module, place: Any) -> Any:
-    return place if isinstance(place, int) else getattr(layer.get_submodule(place[0]), place[1])
+    if isinstance(place, int) or place[0] == ARGUMENT:
+        return place
+    return getattr(layer.get_submodule(place[0]), place[1])
 
 
 def _way(layer: nn.Module, plan: LayerPlan, keeps: KeptInput | None, real: bool) -> Way:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import DynamicCache
 
 from hf_actcompress import CompressionConfig, patch_model, patch_report
@@ -141,3 +141,40 @@ def test_a_filled_cache_of_states_is_left_to_the_layers_own_code() -> None:
     logits = [model(input_ids=ids[:, 5:], **model.cached).logits for model in (plans, stock)]
     assert torch.equal(*logits)
     assert calls(plans) == [1] * 4
+
+
+class Block(nn.Module):
+    """A block that is told by the call which part of the cache is its own (Zamba)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.key, self.out = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, index: int, cache: Any) -> Tensor:
+        key, value = cache.update(self.key(x)[:, None], x[:, None], index)
+        return x + self.out((key * value).sum(1))  # type: ignore[no-any-return]
+
+
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(), Block(), Block()])
+
+    def forward(self, x: Tensor) -> tuple[Tensor, DynamicCache]:
+        cache = DynamicCache()
+        for i, block in enumerate(self.blocks):
+            x = block(x, i, cache)
+        return x.square().mean(), cache
+
+
+def test_the_index_of_a_layer_may_be_an_argument_of_its_call() -> None:
+    torch.manual_seed(0)
+    stock = Blocks().train()
+    ours = patch_model(copy.deepcopy(stock))
+    x = torch.randn(2, 5, 8)
+    for model in (stock, ours):
+        model.loss, model.cache = model(x)
+        model.loss.backward()
+    assert calls(ours) == [1, 1, 1] and torch.equal(ours.loss, stock.loss)
+    assert contents(ours.cache) == contents(stock.cache)
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(ours.parameters(), stock.parameters(), strict=True))
