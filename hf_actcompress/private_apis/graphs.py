@@ -88,22 +88,19 @@ def _grouped_product(
         return a.new_empty(*a.shape[:-1], b.size(-1))
 
 
-# for sizes that are symbols, torch's C++ rule asks for numbers, and its rule in Python does not
-_RULES_IN_PYTHON = (torch.ops.aten.constant_pad_nd.default, torch.ops.aten.linalg_solve_triangular.default)
+def _has_rule_in_python(func: Any) -> bool:
+    return torch._C.DispatchKey.Meta in func.py_kernels
 
 
+@register_op_impl(_has_rule_in_python)
 def _in_python(mode: FakeTensorMode, func: Any, *args: Any, **kwargs: Any) -> Any:
-    """An op without data, by torch's own rule in Python if sizes are symbols."""
-    rule = func.py_kernels.get(torch._C.DispatchKey.Meta)
+    """An op without data, by torch's rule in Python where sizes are symbols: some rules in C++ ask for numbers."""
     sizes = (size for x in args for size in (x.shape if isinstance(x, Tensor) else x if isinstance(x, list) else ()))
-    if rule is None or not any(isinstance(size, torch.SymInt) for size in sizes):
+    if mode.shape_env is None or not any(isinstance(size, torch.SymInt) for size in sizes):
         return NotImplemented
     with mode:
-        return rule(*args, **kwargs)
+        return func.py_kernels[torch._C.DispatchKey.Meta](*args, **kwargs)
 
 
-for _op in _RULES_IN_PYTHON:
-    if _op not in op_implementations_dict:
-        register_op_impl(_op)(_in_python)
 if torch.ops.aten._grouped_mm.default not in op_implementations_dict:
     register_op_impl(torch.ops.aten._grouped_mm.default)(_grouped_product)
