@@ -223,7 +223,7 @@ def is_fused(node: Node) -> bool:
 def _reads_in_registers(node: Node) -> bool:
     if is_view(node):
         return all(_reads_in_registers(user) for user in node.users)
-    return node.op == "call_function" and (is_pointwise(node) or op_name(node) in _REDUCTIONS)
+    return is_reduction(node) or (node.op == "call_function" and is_pointwise(node))
 
 
 def overwrites(node: Node) -> bool:
@@ -254,6 +254,11 @@ def draws_or_writes(node: Node) -> bool:
     schema = getattr(node.target, "_schema", None)
     tags = getattr(node.target, "tags", ())
     return torch.Tag.nondeterministic_seeded in tags or (schema is not None and schema.is_mutable)
+
+
+def is_reduction(node: Node) -> bool:
+    """Whether a node makes a sum, a mean, a maximum or the like."""
+    return node.op == "call_function" and op_name(node) in _REDUCTIONS
 
 
 def is_statistic(node: Node) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections import Counter
 from collections.abc import Collection
 from typing import Any, TypeGuard
 
@@ -10,7 +11,19 @@ import torch
 from torch.fx import Graph, Node
 from torch.utils.checkpoint import CheckpointPolicy
 
-from ..compilation.policy import CODEC, apply_policy, hint, is_view, nbytes, numel, of_forward, tag_recompute
+from ..compilation.attribution import running
+from ..compilation.policy import (
+    CODEC,
+    apply_policy,
+    hint,
+    is_reduction,
+    is_statistic,
+    is_view,
+    nbytes,
+    numel,
+    of_forward,
+    tag_recompute,
+)
 from ..ops.opaque import LINEAR
 from ..ops.traced_tiles import TILED
 from .batch_norms import recompute_outputs
@@ -22,6 +35,8 @@ aten = torch.ops.aten
 # how many features a product makes at least of each that it reads, if it is cheap to recompute, and by how much its
 # matrix is smaller than the layer's largest one
 _FEW = 8
+# how many sums of one kind in a module are a loop
+_MANY = 16
 # norms that return their statistics behind their result
 NORMS = {aten.native_layer_norm.default, aten.native_group_norm.default}
 PRODUCTS = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default}
@@ -37,6 +52,8 @@ def tag(joint: Joint) -> None:
     for node in graph.nodes:
         if node in forward:
             _tag(node, weights, largest, joint.selective)
+    for node in _in_loops(forward) if joint.selective else ():
+        tag_recompute(node)
     for node in graph.nodes:
         if is_drawn(node) or node.target is state_before:
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
@@ -48,6 +65,14 @@ def tag(joint: Joint) -> None:
         if node in forward and node.target in NORMS and not feeds_backward(_result(node), forward):
             # the norm need not run again for its statistics alone
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+
+
+def _in_loops(forward: set[Node]) -> list[Node]:
+    """The sums that one module makes many of, as linear attention does for each token of a chunk. Each of them is
+    small, and all together are not."""
+    small = [x for x in forward if "recompute" not in x.meta and is_reduction(x) and is_statistic(x)]
+    counts = Counter((running(x), x.target) for x in small)
+    return [x for x in small if counts[running(x), x.target] >= _MANY]
 
 
 def is_recomputed(node: Node) -> bool:
@@ -108,6 +133,8 @@ def _tag(node: Node, weights: set[Node], largest: int, selective: bool) -> None:
         # what a norm reads is kept, and not its two summands
         x.meta["recompute"] = CheckpointPolicy.MUST_SAVE  # type: ignore[union-attr]
     elif _is_sum(node) and len(products := set(map(_product_in, node.all_input_nodes))) == 2 and None not in products:
+        if all(is_recomputed(product) for product in products if product is not None):
+            return
         # of a base layer's and an adapter's product the sum is kept, as it is cast
         _narrowest(node).meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
@@ -115,10 +142,11 @@ def _tag(node: Node, weights: set[Node], largest: int, selective: bool) -> None:
 def _is_cheap_product(node: Node, weights: set[Node], largest: int, selective: bool) -> bool:
     """Whether a product is cheap to recompute for what it has in bytes.
 
-    That is one of activations, such as the scores of eager attention; one that makes many features of a few, as the
-    second one of an adapter does; and a weight of an adapter that is larger than its two factors together.
+    That is one of activations, such as the scores of eager attention or a solution in linear attention; one that makes
+    many features of a few, as the second one of an adapter does; and a weight of an adapter that is larger than its two
+    factors together.
     """
-    if node.target not in PRODUCTS:
+    if node.target not in PRODUCTS and node.target is not aten.linalg_solve_triangular.default:
         return False
     made = [x in weights for x in node.all_input_nodes]
     if not any(made):

@@ -6,7 +6,7 @@ that they keep (`compilation/marks.py`), as they do for a compiler.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any
@@ -93,7 +93,12 @@ class Joint:
 
 
 def trace(
-    call: Call, inputs: Sequence[Tensor], parameters: int, dynamic: bool, held: AbstractSet[int], attention: bool
+    call: Call,
+    inputs: Sequence[Tensor],
+    parameters: int,
+    dynamic: Sequence[Collection[int]] | None,
+    held: AbstractSet[int],
+    attention: bool,
 ) -> Joint:
     """Trace a call.
 
@@ -101,17 +106,20 @@ def trace(
         call: Takes tensors without data in the place of `inputs`, and returns all tensors that the module returns.
         inputs: The weights and what is given. Only their shapes, dtypes, devices and wishes for a gradient are read.
         parameters: How many of them, the first ones, are weights, whose sizes never change.
-        dynamic: Whether the graph is for any sizes of the others, up to guards in `mode.shape_env`.
+        dynamic: The dimensions of each of the others that may have any size, up to guards in `mode.shape_env`; None if
+            the graph is for these sizes alone.
         held: The storages of tensors that modules hold as plain attributes.
         attention: Whether attention may run again, and draw what it drew.
 
     Raises:
         NotTraced: The code reads data, or does what torch cannot trace.
     """
-    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(duck_shape=False) if dynamic else None)
-    mode.cache_enabled = not dynamic
-    fake = [_fake(mode, x, dynamic and i >= parameters) for i, x in enumerate(inputs)]
-    replaced = {**DROPOUTS, **PRODUCTS} if dynamic else DROPOUTS
+    any_size = dynamic is not None
+    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(duck_shape=False) if any_size else None)
+    mode.cache_enabled = not any_size
+    free: list[Collection[int]] = [*[()] * parameters, *(dynamic or [()] * (len(inputs) - parameters))]
+    fake = [_fake(mode, x, dims) for x, dims in zip(inputs, free, strict=True)]
+    replaced = {**DROPOUTS, **PRODUCTS} if any_size else DROPOUTS
     joint, generators = _Joint(call, [x.requires_grad for x in inputs], replaced), OtherGenerators()
     try:
         # the call itself says under which autocast it runs; its backward runs without
@@ -201,9 +209,9 @@ def _functional(module: GraphModule) -> Callable[..., Any]:
     return lambda inputs, tangents: function(*inputs, *tangents)
 
 
-def _fake(mode: FakeTensorMode, x: Tensor, dynamic: bool) -> Tensor:
-    kind = DimDynamic.DYNAMIC if dynamic else DimDynamic.STATIC
-    context: Any = StatelessSymbolicContext(dynamic_sizes=[kind] * x.dim()) if mode.shape_env is not None else None
+def _fake(mode: FakeTensorMode, x: Tensor, dynamic: Collection[int]) -> Tensor:
+    kinds = [DimDynamic.DYNAMIC if i in dynamic else DimDynamic.STATIC for i in range(x.dim())]
+    context: Any = StatelessSymbolicContext(dynamic_sizes=kinds) if mode.shape_env is not None else None
     return mode.from_tensor(x.detach(), symbolic_context=context)
 
 

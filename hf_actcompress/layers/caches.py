@@ -2,7 +2,7 @@
 
 What a layer puts into a cache is an output of its plan. Keys and values are known by the call of `update`. All else
 (states of linear attention and of convolutions, keys of an indexer) is known by what the code, which runs in the trace,
-has changed in the layer's part of the cache.
+has changed in the layer's part of the cache. Dictionaries that layers hand on are known in the same way.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch.fx import traceback
 from transformers import DynamicCache, EncoderDecoderCache
 
 from ..graphs.trace import LAID_OUT, NotTraced
+from ..models.arguments import is_shared_dict
 from ..models.empty_cache import fill, holds_tensors
 from ..records import replaced, tensors_in
 from .noted import Number
@@ -27,11 +28,11 @@ _PARTS = ("self_attention_cache", "cross_attention_cache")
 
 
 class CachedStates(NamedTuple):
-    """What a layer changes in its part of a cache, beside keys and values.
+    """What a layer changes in its part of a cache, beside keys and values; or in a dictionary.
 
     Attributes:
         kind: The class of that part.
-        before: Its attributes before.
+        before: Its attributes before; of a dictionary nothing, because its items are in the form of the call.
         after: The attributes that are others afterwards; each tensor is a place.
         size: How many tensors are in them.
     """
@@ -82,6 +83,8 @@ class Slot(NamedTuple):
         if self.is_flag:
             return not caches[self.cache].is_updated.get(self.index)
         cache = self.of(caches)
+        if is_shared_dict(cache):
+            return True
         if type(cache) is not DynamicCache or cache.offloading:
             return False
         if self.states is not None:
@@ -96,7 +99,9 @@ class Slot(NamedTuple):
             keys, values = tensors
             fill(self.of(caches), keys, values, self.index)
         else:
-            vars(self.of(caches).layers[self.index]).update(replaced(self.states.after, iter(tensors)))
+            place = self.of(caches)
+            place = place if is_shared_dict(place) else vars(place.layers[self.index])
+            place.update(replaced(self.states.after, iter(tensors)))
 
 
 # the slots of a call, with the tensors for each
@@ -132,11 +137,15 @@ class _Copies:
         for index, layer, before in self._copies.values():
             new = {name: value for name, value in vars(layer).items() if _differs(value, before.get(name, _NOTHING))}
             if new:
-                tensors = list(tensors_in(new))
-                after = replaced(new, repeat(None))
-                states = CachedStates(type(layer), before, after, len(tensors))
-                found.append((Slot(cache, part, index, states=states), tensors))
+                found.append(_update(cache, part, index, type(layer), before, new))
         return found
+
+
+def _update(cache: int, part: str, index: Any, kind: type, before: dict[str, Any], new: dict[Any, Any]) -> Any:
+    """The slot for new values of attributes or items, with the tensors in them."""
+    tensors = list(tensors_in(new))
+    states = CachedStates(kind, before, replaced(new, repeat(None)), len(tensors))
+    return Slot(cache, part, index, states=states), tensors
 
 
 # is no value of an attribute
@@ -205,7 +214,9 @@ class _Flags(dict[Any, bool]):
 
 
 def stand_in(cache: Any, number: int, updates: Updates) -> Any:
-    """What stands in the place of a cache while a layer is traced."""
+    """What stands in the place of a cache while a layer is traced; of a dictionary: an empty one."""
+    if is_shared_dict(cache):
+        return type(cache)()
     if type(cache) is not EncoderDecoderCache:
         return RecordingCache(cache, number, "", updates)
     found = EncoderDecoderCache(*(RecordingCache(getattr(cache, part), number, part, updates) for part in _PARTS))
@@ -213,11 +224,22 @@ def stand_in(cache: Any, number: int, updates: Updates) -> Any:
     return found
 
 
-def note_states(caches: Sequence[Any]) -> None:
-    """Add the states that stand-ins were given to the updates. When the layer has run."""
-    for cache in caches:
+def items_of(caches: Sequence[Any]) -> list[dict[Any, Any]]:
+    """What is in the dictionaries among caches; for any other cache an empty one."""
+    return [dict(cache) if is_shared_dict(cache) else {} for cache in caches]
+
+
+def note_changes(caches: Sequence[Any], items: Sequence[dict[Any, Any]], updates: Updates) -> None:
+    """Add what stand-ins were given beside keys and values. When the layer has run; `items` was in them before."""
+    for i, (cache, before) in enumerate(zip(caches, items, strict=True)):
         for part in _parts(cache):
             part.note_states()
+        now = items_of([cache])[0]
+        if before.keys() - now.keys():
+            raise NotTraced("it takes items out of a dictionary")
+        new = {key: value for key, value in now.items() if value is not before.get(key)}
+        if new:
+            updates.append(_update(i, "", 0, type(cache), {}, new))
 
 
 def is_filled(cache: Any) -> bool:
@@ -234,4 +256,6 @@ def fill_slots(slots: list[Slot], caches: list[Any], tensors: Sequence[Tensor]) 
 
 
 def _parts(cache: Any) -> list[Any]:
+    if is_shared_dict(cache):
+        return []
     return [getattr(cache, part) for part in _PARTS] if type(cache) is EncoderDecoderCache else [cache]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from ..models.arguments import is_cache
+from ..models.arguments import is_cache, is_shared_dict
 from ..modules.base import PLAIN_TENSORS
 from ..ops import PackedMask
 
@@ -36,7 +36,7 @@ class CallArguments:
         form: What else a plan depends on: where the tensors are, and all constants. Equal for calls that one plan may
             serve.
         integers: The integers among them. A layer's code may not look at them, as at the number of items in a batch.
-        caches: The caches among them.
+        caches: The caches and dictionaries among them, into which a layer may write.
         masks: The masks without memory among them.
     """
 
@@ -66,6 +66,9 @@ class CallArguments:
         if is_cache(value):
             self.caches.append(value)
             return kind
+        if is_shared_dict(value):
+            self.caches.append(value)
+            return (kind, *((key, self._take(item)) for key, item in value.items()))
         if kind is PackedMask and value.dtype == torch.bool:
             # that of eager attention, in numbers, is read by the layer's own code
             self.masks.append(value)
@@ -86,6 +89,10 @@ class CallArguments:
                 return kind(map(put, value))
             if kind is int:
                 return next(numbers)
+            if is_shared_dict(value):
+                other = next(others)
+                other.update({key: put(item) for key, item in value.items()})
+                return other
             # a mask without memory is handed to attention as it is
             return next(others) if is_cache(value) else value
 

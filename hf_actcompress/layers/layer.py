@@ -38,6 +38,9 @@ from .store import Known, Store, TraceSetting, learn
 _STATES = 8
 # after how many calls of one form without a plan no further sizes are tried
 _TRIES = 2
+# how many nodes graphs for any sizes have, after which no further ones are traced for one form: a layer's code may make
+# another graph for each number of chunks, and the trace of a thousand nodes takes ten seconds
+_MOST_NODES = 2048
 # how much a call counts for that whose cache may be the reason
 _WITH_CACHE = 0.25
 
@@ -174,16 +177,18 @@ class PlannedLayer:
         failed = [known for known in others if isinstance(known.plan, str)]
         if sum(1.0 if not known.passing else _WITH_CACHE for known in failed) >= _TRIES:
             return failed[-1]
+        if sum(map(_effort, others)) >= _MOST_NODES:
+            return Known("its code makes other graphs for other sizes, and there are many already")
         differing = self.store.differing(state.base, state.attributes) - state.kind.branched
         seen = state.looked_at(given)
         arguments = {(ARGUMENT, str(i)) for i in range(len(given.integers)) if i not in seen}
         whole = key[2] is type(None)
-        at_once = self.store.many_sizes and not others
-        dynamic = not whole or at_once or len(others) >= self.store.alone
-        setting = TraceSetting(key[0], key[1], dynamic, None if whole else key[2], tiles=key[3])
+        at_once = self.store.many_sizes and whole and not others
+        free = _free(given, batch=at_once) if not whole or at_once or len(others) >= self.store.alone else None
+        setting = TraceSetting(key[0], key[1], free, None if whole else key[2], tiles=key[3])
         known, looked = learn(layer, given, setting, differing | arguments)
-        if at_once and whole and isinstance(known.plan, str):
-            known, looked = learn(layer, given, setting._replace(dynamic=False), differing | arguments)
+        if at_once and isinstance(known.plan, str):
+            known, looked = learn(layer, given, setting._replace(dynamic=None), differing | arguments)
         if looked:
             state.kind.branched |= looked - arguments
             state.kind, state.known = self.store.kind(state.base, state.attributes)
@@ -226,6 +231,18 @@ class PlannedLayer:
             count -= sum(slot.size for slot in slots)
             fill_slots(slots, given.caches, made[count:])
         return (known.returned.put_together(made[:count], [*given.tensors, *given.caches, *given.integers]),)
+
+
+def _free(given: CallArguments, batch: bool) -> list[range]:
+    """The dimensions of each tensor that may have any size; `batch`: the first one of several alone."""
+    return [range(x.dim() > 1) if batch else range(x.dim()) for x in given.tensors]
+
+
+def _effort(known: Known) -> int:
+    """How long the graph for any sizes is that was traced; 0 if there is none."""
+    if known.sizes is None or not isinstance(known.plan, LayerPlan):
+        return 0
+    return len(known.plan.halves.forward.graph.nodes) + len(known.plan.halves.backward.graph.nodes)
 
 
 def _kind_of(layer: nn.Module) -> tuple[Hashable, Attributes]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -33,7 +33,7 @@ from ..private_apis import without_dispatch_modes, without_saved_tensor_hooks
 from ..private_apis.graphs import ONE_TRACE, code_when_asked
 from ..records import Padding
 from ..roles import Role
-from .caches import Slot, Updates, is_filled, note_states, stand_in
+from .caches import Slot, Updates, is_filled, items_of, note_changes, stand_in
 from .effects import without_effects
 from .given import CallArguments, Returned, Unknown
 from .look import Attributes
@@ -84,14 +84,14 @@ class TraceSetting(NamedTuple):
     Args:
         autocast: The dtype of autocast; None without it.
         again: What backward computes again.
-        dynamic: Whether the graph is for any sizes.
+        dynamic: The dimensions of each tensor that may have any size; None if the graph is for these sizes alone.
         left_out: Which rows are left out (`Padding` or `RepeatedRows`); None: none.
         tiles: Whether MLPs of a checkpointed layer are computed in tiles.
     """
 
     autocast: torch.dtype | None
     again: Recompute
-    dynamic: bool
+    dynamic: Sequence[Collection[int]] | None
     left_out: type | None
     tiles: bool = False
 
@@ -105,7 +105,7 @@ class Store:
     Args:
         alone: How many sizes of a call get a plan each, before there is one for any sizes, whose trace takes twice as
             long or more.
-        many_sizes: Whether the first trace is for any sizes already; if it fails, the first sizes get their own.
+        many_sizes: Whether the first trace is for any batch already; if it fails, the first sizes get their own.
     """
 
     def __init__(self, alone: int = 1, many_sizes: bool = False) -> None:
@@ -201,8 +201,9 @@ def _learn(
         args, kwargs = given.with_others(tensors, caches, integers)
         autocast = torch.autocast(device, setting.autocast, setting.autocast is not None, cache_enabled=False)
         with Replaced(marks), autocast:
+            items = items_of(caches)
             value = snapshot.run(inputs[:weights], *args, **kwargs)
-            note_states(caches)
+            note_changes(caches, items, updates)
         found = Returned(value, [*tensors, *caches, *integers])
         returned[:] = [found]
         return [*found.tensors, *(x for _, heads in updates for x in heads)]
@@ -217,7 +218,7 @@ def _learn(
     _refuse_again(made, setting.again)
     returned[0].forget()
     slots = tuple(slot._replace(index=_place(slot.index, noted)) for slot, _ in updates)
-    sizes = Sizes(joint) if setting.dynamic else None
+    sizes = None if setting.dynamic is None else Sizes(joint)
     rows = None if setting.left_out is None else TokenSizes(joint, setting.left_out is Padding)
     plan = _made(joint, inputs, setting.again, _others(layer), rows)
     return Known(plan, returned[0], slots, sizes, tuple(made)), {place for place, one in noted.items() if one.used}

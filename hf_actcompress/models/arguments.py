@@ -6,6 +6,7 @@ The names are cached, because every step needs them.
 from __future__ import annotations
 
 import inspect
+from collections import UserDict
 from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any
@@ -40,6 +41,11 @@ def arguments(stock: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
 def is_cache(value: Any) -> bool:
     """Whether an argument is a cache of keys and values, whatever its name is in this model and release."""
     return isinstance(value, Cache)
+
+
+def is_shared_dict(value: Any) -> bool:
+    """Whether an argument is a dictionary, through which layers may hand on tensors (Gemma 4's shared keys)."""
+    return type(value) is dict or isinstance(value, UserDict)
 
 
 def cache_in(values: Iterable[Any]) -> Any:
