@@ -146,7 +146,7 @@ def test_the_states_of_linear_attention_and_convolutions_are_cached(name: str) -
             # the norm behind its layers is no plan, and rounds otherwise
             (loss, ours), (expected_loss, theirs) = step(plans, batch), step(stock, batch)
             assert torch.equal(loss, expected_loss)
-            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+            assert all((ours[x] - theirs[x]).norm() <= 1e-4 * theirs[x].norm() for x in theirs)
         found, expected = (cache_in(model(**batch).to_tuple()) for model in (plans, stock))
         assert contents(found) == contents(expected)
     assert calls(plans) == [4] * len(calls(plans))
