@@ -43,6 +43,8 @@ LAID_OUT = "actcompress_laid_out"
 MOST_CALLS = 1024
 # what a layer is given and returns, as a flat list of tensors
 Call = Callable[[list[Any]], list[Tensor]]
+# for each tensor of a call: its dimensions that may have any size; None: none may
+Free = Sequence[Collection[int]] | None
 
 
 # the layer runs module by module then, and the report says why
@@ -93,12 +95,7 @@ class Joint:
 
 
 def trace(
-    call: Call,
-    inputs: Sequence[Tensor],
-    parameters: int,
-    dynamic: Sequence[Collection[int]] | None,
-    held: AbstractSet[int],
-    attention: bool,
+    call: Call, inputs: Sequence[Tensor], parameters: int, dynamic: Free, held: AbstractSet[int], attention: bool
 ) -> Joint:
     """Trace a call.
 
@@ -106,21 +103,21 @@ def trace(
         call: Takes tensors without data in the place of `inputs`, and returns all tensors that the module returns.
         inputs: The weights and what is given. Only their shapes, dtypes, devices and wishes for a gradient are read.
         parameters: How many of them, the first ones, are weights, whose sizes never change.
-        dynamic: The dimensions of each of the others that may have any size, up to guards in `mode.shape_env`; None if
-            the graph is for these sizes alone.
+        dynamic: Which dimensions of the others may have any size, up to guards in `mode.shape_env`.
         held: The storages of tensors that modules hold as plain attributes.
         attention: Whether attention may run again, and draw what it drew.
 
     Raises:
         NotTraced: The code reads data, or does what torch cannot trace.
     """
-    any_size = dynamic is not None
-    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(duck_shape=False) if any_size else None)
-    mode.cache_enabled = not any_size
-    free: list[Collection[int]] = [*[()] * parameters, *(dynamic or [()] * (len(inputs) - parameters))]
-    fake = [_fake(mode, x, dims) for x, dims in zip(inputs, free, strict=True)]
-    replaced = {**DROPOUTS, **PRODUCTS} if any_size else DROPOUTS
-    joint, generators = _Joint(call, [x.requires_grad for x in inputs], replaced), OtherGenerators()
+    symbols = None if dynamic is None else ShapeEnv(duck_shape=False)
+    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=symbols)
+    mode.cache_enabled = symbols is None
+    fake = [
+        _fake(mode, x, dynamic[i - parameters] if dynamic and i >= parameters else ()) for i, x in enumerate(inputs)
+    ]
+    joint = _Joint(call, [x.requires_grad for x in inputs], DROPOUTS if symbols is None else {**DROPOUTS, **PRODUCTS})
+    generators = OtherGenerators()
     try:
         # the call itself says under which autocast it runs; its backward runs without
         with mode, traced_plan(), autocast_off(inputs[-1].device.type), traceback.preserve_node_meta():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -21,7 +21,7 @@ from ..graphs.plan import LayerPlan, make_plan
 from ..graphs.replaced import Replaced
 from ..graphs.rows import TokenSizes
 from ..graphs.sizes import Sizes
-from ..graphs.trace import Joint, NotTraced, first_line, trace, within
+from ..graphs.trace import Free, Joint, NotTraced, first_line, trace, within
 from ..graphs.trial import try_plan
 from ..models.attention_interface import foreign_functions_are_nodes
 from ..modules.base import settings_of, stock_type
@@ -84,14 +84,14 @@ class TraceSetting(NamedTuple):
     Args:
         autocast: The dtype of autocast; None without it.
         again: What backward computes again.
-        dynamic: The dimensions of each tensor that may have any size; None if the graph is for these sizes alone.
+        dynamic: Which dimensions of the tensors that are given may have any size.
         left_out: Which rows are left out (`Padding` or `RepeatedRows`); None: none.
         tiles: Whether MLPs of a checkpointed layer are computed in tiles.
     """
 
     autocast: torch.dtype | None
     again: Recompute
-    dynamic: Sequence[Collection[int]] | None
+    dynamic: Free
     left_out: type | None
     tiles: bool = False
 
@@ -190,8 +190,7 @@ def _learn(
     integers = [Number(n) if (ARGUMENT, str(i)) in places else n for i, n in enumerate(given.integers)]
     noted.update({(ARGUMENT, str(i)): n for i, n in enumerate(integers) if isinstance(n, Number)})
     weights, device = len(snapshot.tensors), given.tensors[0].device.type
-    marks, returned = attention_marks(layer), list[Returned]()
-    updates: Updates = []
+    marks, returned, updates = attention_marks(layer), list[Returned](), Updates()
 
     def call(inputs: list[Any]) -> list[Tensor]:
         updates.clear()
@@ -203,7 +202,7 @@ def _learn(
         with Replaced(marks), autocast:
             items = items_of(caches)
             value = snapshot.run(inputs[:weights], *args, **kwargs)
-            note_changes(caches, items, updates)
+        note_changes(caches, items, updates)
         found = Returned(value, [*tensors, *caches, *integers])
         returned[:] = [found]
         return [*found.tensors, *(x for _, heads in updates for x in heads)]
