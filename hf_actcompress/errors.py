@@ -84,3 +84,9 @@ class DoesNotFitError(ActCompressError, ValueError):
     def __init__(self, message: str, missing_bytes: int, batch_size: int, seq_len: int) -> None:
         super().__init__(message)
         self.missing_bytes, self.batch_size, self.seq_len = missing_bytes, batch_size, seq_len
+
+
+def first_line(error: Exception) -> str:
+    """The kind of an error and the first line of what it says."""
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0] if text else ''}"

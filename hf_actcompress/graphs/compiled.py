@@ -18,6 +18,7 @@ from torch.fx import Graph, GraphModule, Node
 from ..codecs import Codec
 from ..compilation.functional import functional
 from ..compilation.policy import made_of
+from ..errors import first_line
 from ..ops.autocast import autocast_off
 from ..private_apis import without_dispatch_modes, without_saved_tensor_hooks
 from ..private_apis.graphs import ONE_TRACE
@@ -27,7 +28,6 @@ from .code import forward_code
 from .packing import Packed
 from .plan import LayerPlan
 from .segments import Cutter, Segmented
-from .trace import first_line
 
 _log = logging.getLogger(__name__)
 

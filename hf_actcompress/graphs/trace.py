@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..compilation import is_traced, traced_plan
 from ..compilation.policy import is_attention
+from ..errors import first_line
 from ..ops.autocast import autocast_off
 from ..private_apis import FakeTensorMode
 from ..private_apis.graphs import without_logs_of_fakes
@@ -293,9 +294,3 @@ def is_written(node: Node) -> bool:
     """Whether a node writes into one of its inputs."""
     schema = getattr(node.target, "_schema", None)
     return schema is not None and bool(schema.is_mutable)
-
-
-def first_line(error: Exception) -> str:
-    """The kind of an error and the first line of what it says."""
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0] if text else ''}"

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ..codecs import IDENTITY
 from ..compilation import traced_plan
+from ..errors import first_line
 from ..graphs.checkpointed import Recompute
 from ..graphs.codec_marks import attention_marks, name_codecs, other_codec
 from ..graphs.packing import Others
@@ -21,7 +22,7 @@ from ..graphs.plan import LayerPlan, make_plan
 from ..graphs.replaced import Replaced
 from ..graphs.rows import TokenSizes
 from ..graphs.sizes import Sizes
-from ..graphs.trace import Free, Joint, NotTraced, first_line, trace, within
+from ..graphs.trace import Free, Joint, NotTraced, trace, within
 from ..graphs.trial import try_plan
 from ..models.attention_interface import foreign_functions_are_nodes
 from ..modules.base import settings_of, stock_type
