@@ -183,12 +183,9 @@ class PlannedLayer:
         seen = state.looked_at(given)
         arguments = {(ARGUMENT, str(i)) for i in range(len(given.integers)) if i not in seen}
         whole = key[2] is type(None)
-        at_once = self.store.many_sizes and whole and not others
-        free = _free(given, batch=at_once) if not whole or at_once or len(others) >= self.store.alone else None
+        free = None if whole and not others else _free(given, self.store.batches and whole)
         setting = TraceSetting(key[0], key[1], free, None if whole else key[2], tiles=key[3])
         known, looked = learn(layer, given, setting, differing | arguments)
-        if at_once and isinstance(known.plan, str):
-            known, looked = learn(layer, given, setting._replace(dynamic=None), differing | arguments)
         if looked:
             state.kind.branched |= looked - arguments
             state.kind, state.known = self.store.kind(state.base, state.attributes)
@@ -233,9 +230,9 @@ class PlannedLayer:
         return (known.returned.put_together(made[:count], [*given.tensors, *given.caches, *given.integers]),)
 
 
-def _free(given: CallArguments, batch: bool) -> list[range]:
-    """The dimensions of each tensor that may have any size; `batch`: the first one of several alone."""
-    return [range(x.dim() > 1) if batch else range(x.dim()) for x in given.tensors]
+def _free(given: CallArguments, batches: bool) -> list[range]:
+    """The dimensions of each tensor that may have any size; `batches`: the first one of several alone."""
+    return [range(x.dim() > 1) if batches else range(x.dim()) for x in given.tensors]
 
 
 def _effort(known: Known) -> int:

@@ -104,23 +104,21 @@ class Store:
     """The plans of a model's layers. A copy or a pickle of a model begins without plans.
 
     Args:
-        alone: How many sizes of a call get a plan each, before there is one for any sizes, whose trace takes twice as
-            long or more.
-        many_sizes: Whether the first trace is for any batch already; if it fails, the first sizes get their own.
+        batches: Whether a graph for any sizes is one for any batch only, as few estimates look at another length.
     """
 
-    def __init__(self, alone: int = 1, many_sizes: bool = False) -> None:
-        self.alone, self.many_sizes = alone, many_sizes
+    def __init__(self, batches: bool = False) -> None:
+        self.batches = batches
         self._kinds: dict[Hashable, Kind] = {}
         # for each kind, the values of each attribute in its layers
         self._values: dict[Hashable, dict[tuple[str, str], set[Hashable]]] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Store:
-        twin: Store = memo.setdefault(id(self), Store(self.alone, self.many_sizes))
+        twin: Store = memo.setdefault(id(self), Store(self.batches))
         return twin
 
     def __reduce__(self) -> Any:
-        return Store, (self.alone, self.many_sizes)
+        return Store, (self.batches,)
 
     def note(self, base: Hashable, attributes: Attributes) -> None:
         """Note a layer of a kind, so that it is known which of its attributes differ from those of its siblings."""

@@ -15,9 +15,6 @@ from .cuda_rules import BLOCK
 from .fake_kernels import KernelResults
 from .op_results import OpResults
 
-# a search for the largest batch looks at two or three; a plan for any sizes serves them all, where there is one
-_SIZES_ALONE = 3
-
 
 @dataclass(frozen=True)
 class Setting:
@@ -52,7 +49,7 @@ class Setting:
     kernels: KernelResults = field(default_factory=KernelResults, compare=False, repr=False)
     ops: OpResults = field(default_factory=OpResults, compare=False, repr=False)
     answers: Answers = field(default_factory=dict, compare=False, repr=False)
-    plans: Store = field(default_factory=partial(Store, _SIZES_ALONE, many_sizes=True), compare=False, repr=False)
+    plans: Store = field(default_factory=partial(Store, batches=True), compare=False, repr=False)
 
     @property
     def block(self) -> int:
