@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import json
+import re
 import shlex
 import shutil
 from pathlib import Path
@@ -45,6 +47,17 @@ def test_the_picture_of_a_block_is_what_is_measured(monkeypatch: pytest.MonkeyPa
     picture = importlib.import_module("block_picture")
     text = "\n".join(picture.drawn(picture.block_bytes())) + "\n"
     assert text == (RECIPES / "results" / "readme" / "block.txt").read_text()
+
+
+def test_figures_beside_other_tools_are_measured() -> None:
+    """Each peak with its time in README's comparison is that of a committed run on the GPU."""
+    rows = []
+    for name in ("llama-1b", "llama-1b-compiled", "llama-1b-checkpointing"):
+        text = (RECIPES / "results" / "gpu" / name / "benchmark.jsonl").read_text()
+        rows += [json.loads(line) for line in text.splitlines()]
+    measured = {(f"{row['peak_mib'] / 1024:.1f}", f"{row['step_ratio']:.2f}") for row in rows}
+    said = re.findall(r"(\d\.\d) GiB, (\d\.\d\d)", (RECIPES.parent / "README.md").read_text())
+    assert len(said) == 6 and set(said) <= measured
 
 
 def test_a_table_below_its_heading(recipe) -> None:
