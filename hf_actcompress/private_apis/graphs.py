@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_impls import op_implementations_dict, register_op_impl
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode, in_kernel_invocation_manager
 from torch.fx import GraphModule
+from torch.utils import _pytree as pytree
 
 from . import min_cut_partition
 
@@ -98,8 +99,10 @@ def _in_python(mode: FakeTensorMode, func: Any, *args: Any, **kwargs: Any) -> An
     sizes = (size for x in args for size in (x.shape if isinstance(x, Tensor) else x if isinstance(x, list) else ()))
     if mode.shape_env is None or not any(isinstance(size, torch.SymInt) for size in sizes):
         return NotImplemented
-    with mode:
-        return func.py_kernels[torch._C.DispatchKey.Meta](*args, **kwargs)
+    with in_kernel_invocation_manager(mode), any_sizes():
+        found = func(*args, **kwargs)
+    given = pytree.arg_tree_leaves(*args, **kwargs)
+    return mode.wrap_meta_outputs_with_default_device_logic(found, func, given, device=kwargs.get("device"))  # type: ignore[arg-type]
 
 
 if torch.ops.aten._grouped_mm.default not in op_implementations_dict:

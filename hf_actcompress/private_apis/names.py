@@ -183,6 +183,9 @@ PRIVATE_APIS: tuple[PrivateAPI, ...] = (
     # graphs of layers
     *(PrivateAPI(f"torch._subclasses.fake_impls.{name}", _T, "shapes of grouped products that are not bf16")
       for name in ("register_op_impl", "op_implementations_dict")),
+    PrivateAPI("torch._subclasses.fake_tensor.in_kernel_invocation_manager", _T, "ops without data by rules in Python"),
+    PrivateAPI("torch._subclasses.fake_tensor.FakeTensorMode.wrap_meta_outputs_with_default_device_logic", _T, "the "
+               "device of what such an op makes"),
     PrivateAPI("torch._functorch.config.patch", _T, "a graph is divided as it was traced"),
     PrivateAPI("torch._guards.TracingContext", _T, "the sizes of a graph that is divided"),
     PrivateAPI("torch._ops.OpOverload", _T, "torch's own binding of an op; of its _schema, the name and types"),
