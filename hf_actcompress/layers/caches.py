@@ -244,7 +244,8 @@ def note_changes(caches: Sequence[Any], items: Sequence[dict[Any, Any]], updates
 
 def is_filled(cache: Any) -> bool:
     """Whether a cache has keys and values of a layer, if only of one that ran before in the same forward."""
-    return any(holds_tensors(vars(layer)) for part in _parts(cache) for layer in part.layers)
+    # a window keeps its size as a tensor without dimensions
+    return any(x.dim() for part in _parts(cache) for layer in part.layers for x in tensors_in(vars(layer)))
 
 
 def fill_slots(slots: list[Slot], caches: list[Any], tensors: Sequence[Tensor]) -> None:

@@ -183,7 +183,8 @@ class PlannedLayer:
         seen = state.looked_at(given)
         arguments = {(ARGUMENT, str(i)) for i in range(len(given.integers)) if i not in seen}
         whole = key[2] is type(None)
-        free = None if whole and not others else _free(given, self.store.batches and whole)
+        batches = self.store.batches and whole and len(others) == 1
+        free = None if whole and not others else _free(given, batches)
         setting = TraceSetting(key[0], key[1], free, None if whole else key[2], tiles=key[3])
         known, looked = learn(layer, given, setting, differing | arguments)
         if looked:

@@ -104,7 +104,7 @@ class Store:
     """The plans of a model's layers. A copy or a pickle of a model begins without plans.
 
     Args:
-        batches: Whether a graph for any sizes is one for any batch only, as few estimates look at another length.
+        batches: Whether the first graph for any sizes is one for any batch only: few estimates look at another length.
     """
 
     def __init__(self, batches: bool = False) -> None:
