@@ -150,11 +150,11 @@ def test_the_report_says_which_calls_went_leaf_by_leaf() -> None:
     model(**batch).loss.backward()
     model(**batch, unknown=3).loss.backward()
     assert "module by module" not in str(patch_report(model))
-    model(**batch, unknown={"a": 3}).loss.backward()
+    model(**batch, unknown={3}).loss.backward()
     with torch.no_grad():
-        model(**batch, unknown={"a": 3})
+        model(**batch, unknown={3})
     (note,) = {row.note for row in patch_report(model).rows if row.role == "layer"}
-    assert note == "1 of 3 calls ran module by module; of the last one, it is called with a dict"
+    assert note == "1 of 3 calls ran module by module; of the last one, it is called with a set"
 
 
 class ScaledLayer(type(BY_NAME["llama"].build().model.layers[0])):  # type: ignore[misc]
