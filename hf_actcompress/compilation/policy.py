@@ -34,10 +34,9 @@ _LARGE = 16
 # ops that are pointwise, reductions or compositions of these, and are missing in torch's own list
 _CHEAP = {
     "_fused_rms_norm", "_log_softmax", "_prelu_kernel", "_safe_softmax", "_softmax", "avg_pool2d", "cat",
-    "channel_shuffle", "constant_pad_nd", "copy", "cumsum", "empty", "flip", "glu", "hardswish", "index_copy",
-    "index_put", "inductor_random", "log_sigmoid_forward", "native_channel_shuffle", "native_group_norm",
-    "native_layer_norm", "pixel_shuffle", "pixel_unshuffle", "repeat", "roll", "scatter", "select_scatter",
-    "slice_scatter", "stack", "tril", "triu", "upsample_bilinear2d", "upsample_nearest2d",
+    "constant_pad_nd", "copy", "cumsum", "empty", "flip", "glu", "hardswish", "index_copy", "index_put",
+    "inductor_random", "log_sigmoid_forward", "native_group_norm", "native_layer_norm", "repeat", "roll", "scatter",
+    "select_scatter", "slice_scatter", "stack", "tril", "triu", "upsample_nearest2d",
 }  # fmt: skip
 # ops that compilers fuse as pointwise ones, although they have no tag
 _FUSED = {"cat", "constant_pad_nd", "convert_element_type", "inductor_random", "embedding", "expand", "iota", "full"}

@@ -132,9 +132,7 @@ def _tag(node: Node, weights: set[Node], largest: int, selective: bool) -> None:
     elif node.target is aten.native_layer_norm.default and _is_sum(x := node.args[0]) and _is_narrow(x):
         # what a norm reads is kept, and not its two summands
         x.meta["recompute"] = CheckpointPolicy.MUST_SAVE  # type: ignore[union-attr]
-    elif _is_sum(node) and len(products := set(map(_product_in, node.all_input_nodes))) == 2 and None not in products:
-        if all(is_recomputed(product) for product in products if product is not None):
-            return
+    elif _adds_products(node):
         # of a base layer's and an adapter's product the sum is kept, as it is cast
         _narrowest(node).meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
@@ -206,6 +204,14 @@ def made_of_these(graph: Graph, given: Collection[Node]) -> set[Node]:
         if node.op == "call_function" and node.all_input_nodes and made.issuperset(node.all_input_nodes):
             made.add(node)
     return made
+
+
+def _adds_products(node: Node) -> bool:
+    """Whether a node is the sum of two products that do not both run again in backward."""
+    products = [_product_in(x) for x in node.all_input_nodes] if _is_sum(node) else []
+    if len(set(products)) < 2:
+        return False
+    return None not in products and not all(is_recomputed(x) for x in products if x is not None)
 
 
 def _product_in(x: Node) -> Node | None:

@@ -96,7 +96,7 @@ class Joint:
 
 
 def trace(
-    call: Call, inputs: Sequence[Tensor], parameters: int, dynamic: Free, held: AbstractSet[int], attention: bool
+    call: Call, inputs: Sequence[Tensor], parameters: int, free: Free, held: AbstractSet[int], attention: bool
 ) -> Joint:
     """Trace a call.
 
@@ -104,19 +104,17 @@ def trace(
         call: Takes tensors without data in the place of `inputs`, and returns all tensors that the module returns.
         inputs: The weights and what is given. Only their shapes, dtypes, devices and wishes for a gradient are read.
         parameters: How many of them, the first ones, are weights, whose sizes never change.
-        dynamic: Which dimensions of the others may have any size, up to guards in `mode.shape_env`.
+        free: Which dimensions of the others may have any size, up to guards in `mode.shape_env`.
         held: The storages of tensors that modules hold as plain attributes.
         attention: Whether attention may run again, and draw what it drew.
 
     Raises:
         NotTraced: The code reads data, or does what torch cannot trace.
     """
-    symbols = None if dynamic is None else ShapeEnv(duck_shape=False)
+    symbols = None if free is None else ShapeEnv(duck_shape=False)
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=symbols)
     mode.cache_enabled = symbols is None
-    fake = [
-        _fake(mode, x, dynamic[i - parameters] if dynamic and i >= parameters else ()) for i, x in enumerate(inputs)
-    ]
+    fake = [_fake(mode, x, free[i - parameters] if free and i >= parameters else ()) for i, x in enumerate(inputs)]
     joint = _Joint(call, [x.requires_grad for x in inputs], DROPOUTS if symbols is None else {**DROPOUTS, **PRODUCTS})
     generators = OtherGenerators()
     try:
@@ -207,8 +205,8 @@ def _functional(module: GraphModule) -> Callable[..., Any]:
     return lambda inputs, tangents: function(*inputs, *tangents)
 
 
-def _fake(mode: FakeTensorMode, x: Tensor, dynamic: Collection[int]) -> Tensor:
-    kinds = [DimDynamic.DYNAMIC if i in dynamic else DimDynamic.STATIC for i in range(x.dim())]
+def _fake(mode: FakeTensorMode, x: Tensor, free: Collection[int]) -> Tensor:
+    kinds = [DimDynamic.DYNAMIC if i in free else DimDynamic.STATIC for i in range(x.dim())]
     context: Any = StatelessSymbolicContext(dynamic_sizes=kinds) if mode.shape_env is not None else None
     return mode.from_tensor(x.detach(), symbolic_context=context)
 

@@ -19,7 +19,7 @@ from transformers import DynamicCache, EncoderDecoderCache
 
 from ..graphs.trace import LAID_OUT, NotTraced
 from ..models.arguments import is_shared_dict
-from ..models.empty_cache import fill, holds_tensors
+from ..models.empty_cache import fill, has_entries
 from ..records import replaced, tensors_in
 from .noted import Number
 
@@ -44,8 +44,7 @@ class CachedStates(NamedTuple):
 
     def begin_in(self, layer: Any) -> bool:
         """Whether a part of a cache is as it was before."""
-        now = vars(layer)
-        return type(layer) is self.kind and not holds_tensors(now) and now == self.before
+        return type(layer) is self.kind and not has_entries(layer) and vars(layer) == self.before
 
 
 class Slot(NamedTuple):
@@ -124,11 +123,11 @@ class _Copies:
         number = index.value if isinstance(index, Number) else index
         if number not in self._copies:
             layer = copy.copy(self._layers[number])
-            before = vars(layer)
-            if holds_tensors(before):
+            if has_entries(layer):
                 raise NotTraced("its cache has states already")
-            vars(layer).update(replaced(before, repeat(None)))
-            self._copies[number] = index, layer, replaced(before, repeat(None))
+            before = _copied(vars(layer))
+            vars(layer).update(_copied(before))
+            self._copies[number] = index, layer, before
         return self._copies[number][1]
 
     def changes(self, cache: int, part: str) -> Updates:
@@ -139,6 +138,11 @@ class _Copies:
             if new:
                 found.append(_update(cache, part, index, type(layer), before, new))
         return found
+
+
+def _copied(attributes: dict[str, Any]) -> dict[str, Any]:
+    """The same attributes in new containers."""
+    return replaced(attributes, tensors_in(attributes))  # type: ignore[no-any-return]
 
 
 def _update(cache: int, part: str, index: Any, kind: type, before: dict[str, Any], new: dict[Any, Any]) -> Any:
@@ -153,7 +157,9 @@ _NOTHING = object()
 
 
 def _differs(new: Any, old: Any) -> bool:
-    if holds_tensors(new):
+    if new is old:
+        return False
+    if any(True for _ in tensors_in(new)):
         return True
     if _has_size(new):
         raise NotTraced("its cache is told a size that changes")
@@ -244,8 +250,7 @@ def note_changes(caches: Sequence[Any], items: Sequence[dict[Any, Any]], updates
 
 def is_filled(cache: Any) -> bool:
     """Whether a cache has keys and values of a layer, if only of one that ran before in the same forward."""
-    # a window keeps its size as a tensor without dimensions
-    return any(x.dim() for part in _parts(cache) for layer in part.layers for x in tensors_in(vars(layer)))
+    return any(has_entries(layer) for part in _parts(cache) for layer in part.layers)
 
 
 def fill_slots(slots: list[Slot], caches: list[Any], tensors: Sequence[Tensor]) -> None:

@@ -85,14 +85,14 @@ class TraceSetting(NamedTuple):
     Args:
         autocast: The dtype of autocast; None without it.
         again: What backward computes again.
-        dynamic: Which dimensions of the tensors that are given may have any size.
+        free: Which dimensions of the tensors that are given may have any size.
         left_out: Which rows are left out (`Padding` or `RepeatedRows`); None: none.
         tiles: Whether MLPs of a checkpointed layer are computed in tiles.
     """
 
     autocast: torch.dtype | None
     again: Recompute
-    dynamic: Free
+    free: Free
     left_out: type | None
     tiles: bool = False
 
@@ -211,12 +211,12 @@ def _learn(
     settings: Any = settings_of(layer)
     rules = left_to_a_compiler(settings.compile), traced_in_tiles(setting.tiles)
     with foreign_functions_are_nodes(), rules[0], rules[1], layer_calls.traced_calls(others) as made:
-        joint = trace(call, inputs, weights, setting.dynamic, _held(layer), setting.again == Recompute.ALL)
+        joint = trace(call, inputs, weights, setting.free, _held(layer), setting.again == Recompute.ALL)
     joint.selective = settings.selective
     _refuse_again(made, setting.again)
     returned[0].forget()
     slots = tuple(slot._replace(index=_place(slot.index, noted)) for slot, _ in updates)
-    sizes = None if setting.dynamic is None else Sizes(joint)
+    sizes = None if setting.free is None else Sizes(joint)
     rows = None if setting.left_out is None else TokenSizes(joint, setting.left_out is Padding)
     plan = _made(joint, inputs, setting.again, _others(layer), rows)
     return Known(plan, returned[0], slots, sizes, tuple(made)), {place for place, one in noted.items() if one.used}

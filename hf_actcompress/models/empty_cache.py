@@ -10,10 +10,12 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, EncoderDecoderCache
 from transformers.cache_utils import DynamicLayer
 
+from ..records import tensors_in
+
 
 @dataclass(frozen=True)
 class EmptyCache:
-    """A cache as one layer found it: without entries of that layer. It holds no tensor.
+    """A cache as one layer found it: without entries of that layer.
 
     Attributes:
         layer: The layer's part of the cache; None: the cache makes it.
@@ -35,7 +37,7 @@ class EmptyCache:
         if type(cache) is not DynamicCache:
             return None
         layer = cache.layers[index] if index < len(cache.layers) else None
-        return None if holds_tensors(vars(layer) if layer is not None else None) else cls(copy.deepcopy(layer), index)
+        return None if layer is not None and has_entries(layer) else cls(copy.deepcopy(layer), index)
 
     def new(self) -> Cache:
         """A new cache of that kind, empty."""
@@ -66,10 +68,6 @@ def fill(cache: Any, keys: Tensor, values: Tensor, index: int) -> None:
     layer.keys, layer.values = keys, values
 
 
-def holds_tensors(value: Any) -> bool:
-    """Whether a tensor is in nested dictionaries, lists and tuples."""
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, (list, tuple)):
-        return any(map(holds_tensors, value))
-    return isinstance(value, Tensor)
+def has_entries(layer: Any) -> bool:
+    """Whether a layer's part of a cache has tensors. One without dimensions is no entry: a window's size."""
+    return any(x.dim() for x in tensors_in(vars(layer)))

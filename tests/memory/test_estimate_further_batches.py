@@ -76,7 +76,7 @@ def test_configs_and_batches_share_the_traces_of_layers(lora: int | None, monkey
             several.device_bytes(batch, 32, config)
     # with LoRA the input of the first layer has no gradient
     kinds = 1 if lora is None else 2
-    assert [given[2].dynamic is not None for given in traced] == [False] * kinds + [True] * kinds
+    assert [given[2].free is not None for given in traced] == [False] * kinds + [True] * kinds
 
 
 # bytes that a layer's backward has allocated at each of its places, beside what is kept
