@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hf_actcompress import patch_model
+from hf_actcompress.layers import layer
 from tests.families import FAMILIES, Family, build, step
 from tests.layers.plans import kept_bytes, plans_of
 
@@ -83,3 +84,37 @@ def test_bytes_of_the_first_sizes(family: Family) -> None:
     for batch in others:
         step(third, batch)
     assert kept_bytes(third, last) == kept_bytes(first, last)
+
+
+class Chunks(nn.Module):
+    """Computes a chunk of two columns after the other: another number of chunks is another graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(CHANNELS, CHANNELS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.mix(x)
+        for chunk in x.split(2, 2):
+            x = x * chunk.mean()
+        return x
+
+
+def test_code_that_makes_a_graph_for_each_size_gets_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sizes after that run module by module, with the same results, and the report says why."""
+    nodes = 100
+    monkeypatch.setattr(layer, "_MOST_NODES", nodes)
+    torch.manual_seed(0)
+    stock = Pictures(OPS["nearest"])
+    stock.blocks = nn.ModuleList([Chunks(), Chunks()])
+    stock.train()
+    ours = patch_model(copy.deepcopy(stock))
+    for columns in range(8, 40, 4):
+        x = torch.randn(2, 3, columns, CHANNELS)
+        grads = [torch.autograd.grad(model(x), [*model.parameters()]) for model in (ours, stock)]
+        for a, b in zip(*grads, strict=True):
+            torch.testing.assert_close(a, b)
+    plans = plans_of(ours)[0]
+    traced = [known for known in plans.known() if known.sizes is not None]
+    assert 0 < len(traced) < 5 and plans.leaf_calls > 0
+    assert "other graphs for other sizes" in plans.why

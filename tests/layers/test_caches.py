@@ -15,8 +15,9 @@ from transformers import DynamicCache
 from hf_actcompress import CompressionConfig, patch_model, patch_report
 from hf_actcompress.models.arguments import cache_in
 from hf_actcompress.modules.base import stock_type
-from tests.families import BY_NAME, step
+from tests.families import BY_NAME, oracle_step, relative_error, step
 from tests.layers.plans import LEAVES, PLANS, assert_same, calls, kept_bytes, pair, patched
+from tests.oracle import EXACT
 
 
 def cache_name(layer: Any) -> str:
@@ -131,6 +132,19 @@ def contents(cache: Any) -> list[dict[str, Any]]:
     return [{"kind": type(layer), **plain(vars(layer))} for layer in cache.layers]
 
 
+def assert_no_larger_errors(ours: Any, stock: Any, length: int) -> None:
+    """Over some batches: one alone may be off by an eighth either way."""
+    errors = torch.zeros(2)
+    for _ in range(6):
+        ids = torch.randint(3, 67, (2, length))
+        batch = {"input_ids": ids, "labels": ids}
+        oracle = oracle_step(stock, batch)
+        (loss, grads), (expected, theirs) = step(ours, batch), step(stock, batch)
+        assert torch.equal(loss, expected)
+        errors += torch.tensor([relative_error(grads, oracle), relative_error(theirs, oracle)])
+    assert errors[0] <= EXACT * errors[1]
+
+
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_the_states_of_linear_attention_and_convolutions_are_cached(name: str) -> None:
     """The configs' default, `use_cache=True`: plans run, for any lengths, and the cache holds what stock's holds."""
@@ -144,12 +158,10 @@ def test_the_states_of_linear_attention_and_convolutions_are_cached(name: str) -
             assert_same(plans, stock, batch)
         else:
             # the norm behind its layers is no plan, and rounds otherwise
-            (loss, ours), (expected_loss, theirs) = step(plans, batch), step(stock, batch)
-            assert torch.equal(loss, expected_loss)
-            assert all((ours[x] - theirs[x]).norm() <= 1e-4 * theirs[x].norm() for x in theirs)
+            assert_no_larger_errors(plans, stock, length)
         found, expected = (cache_in(model(**batch).to_tuple()) for model in (plans, stock))
         assert contents(found) == contents(expected)
-    assert calls(plans) == [4] * len(calls(plans))
+    assert calls(plans) == [14 if name == "gemma4" else 4] * len(calls(plans))
     batch = {"input_ids": torch.randint(3, 67, (2, 64))}
     batch["labels"] = batch["input_ids"]
     assert kept_bytes(plans, batch) <= kept_bytes(leaves, batch)
