@@ -14,7 +14,7 @@ from torch import nn
 from .compilation import register
 from .config import CUSTOM, CompressionConfig, Configured, preset_of, resolve
 from .errors import NothingPatchedError, UnknownOptionError, UnsupportedModelError
-from .layers import blocks_named, find_plans, store_for_model, units_of
+from .layers import blocks_named, find_plans, outside_of, store_for_model, units_of
 from .methods.chosen_tokens.model_layers import refuse_choice
 from .models.checkpointing import restore_checkpointing, switch_on
 from .models.probe import answers_kept
@@ -151,14 +151,18 @@ def _patch_leaves(model: nn.Module, config: CompressionConfig, prefix: str, gene
 
 
 def _install_plans(model: nn.Module, config: CompressionConfig, prefix: str, layers: bool) -> None:
-    """Let blocks, and `layers` of transformers, run by plans, which they make at their first calls."""
+    """Let blocks run by plans, which they make at their first calls; `layers`: also layers of transformers, and modules
+    outside of layers."""
     store, names = store_for_model(), {id(module): name for name, module in model.named_modules(prefix=prefix)}
-    for layer in units_of(model, layers, config.blocks):
+    units = units_of(model, layers, config.blocks)
+    outside = outside_of(model, units) if layers else []
+    roles = {**dict.fromkeys(units, Role.LAYER), **dict.fromkeys(outside, Role.MODULE)}
+    for layer, role in roles.items():
         settings = settings_of(layer)
         kept = settings if isinstance(settings, CheckpointSettings) else None
         if settings is not None and (kept is None or kept.role != Role.CHECKPOINT_INPUT):
             continue
-        found = find_plans(layer, store, config.at(names[id(layer)]), kept, is_block=not layers)
+        found = find_plans(layer, store, config.at(names[id(layer)]), kept, is_block=not layers, role=role)
         if found is not None:
             if kept is not None:
                 unpatch_instance(layer)

@@ -41,6 +41,8 @@ class Role(StrEnum):
     BATCH_NORM = "batch_norm"
     OWN_LINEAR = "own_linear"
     LAYER = "layer"
+    # a module outside of layers
+    MODULE = "module"
     LOSS_HEAD = "loss_head"
     TOKENS = "tokens"
     # modules that no rule knows
@@ -55,3 +57,7 @@ class Role(StrEnum):
     EMBEDDING = "embedding"
     LOSS = "loss"
     OTHER = "other", "other"
+
+
+# the roles of modules that run by plans
+RUN_BY_PLANS = (Role.LAYER, Role.MODULE)

@@ -25,9 +25,10 @@ from .trace import NotTraced
 
 # each row of their results comes from the same row of what they are given, if rows are no dimension that they reduce
 _APART = {
-    "_to_copy", "addmm", "amax", "amin", "cat", "clone", "constant_pad_nd", "gated_and_bwd", "mean", "mm",
-    "native_layer_norm", "native_layer_norm_backward", "opaque_linear", "opaque_linear_bwd", "rms_norm_bwd",
-    "rms_norm_bwd_both", "rms_rstd", "select_backward", "slice_backward", "stack", "sum", "var", "var_mean",
+    "_to_copy", "addmm", "amax", "amin", "cat", "clone", "constant_pad_nd", "embedding_dense_backward",
+    "gated_and_bwd", "mean", "mm", "native_layer_norm", "native_layer_norm_backward", "opaque_linear",
+    "opaque_linear_bwd", "rms_norm_bwd", "rms_norm_bwd_both", "rms_rstd", "select_backward", "slice_backward", "stack",
+    "sum", "var", "var_mean",
 }  # fmt: skip
 # the same, along the dimension in their second or third argument
 _ALONG = {"_log_softmax": 1, "_softmax": 1, "_log_softmax_backward_data": 2, "_softmax_backward_data": 2}

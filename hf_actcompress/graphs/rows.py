@@ -25,8 +25,8 @@ class TokenSizes:
     """The sizes of batch and length in a graph.
 
     Args:
-        joint: The graph, for any sizes. Its first floating-point tensor that is no weight is
-            the hidden states, [B, S, ...].
+        joint: The graph, for any sizes. Its first floating-point tensor that is no weight is the hidden states,
+            [B, S, ...]; if there is none, its first tensor is indices, [B, S].
         padding: Whether the rows that are left out come back as zeros; else as the rows that they repeat.
 
     Raises:
@@ -35,7 +35,8 @@ class TokenSizes:
 
     def __init__(self, joint: Joint, padding: bool) -> None:
         self.padding = padding
-        hidden = next(x for x in joint.inputs[joint.parameters :] if x.is_floating_point())
+        given = joint.inputs[joint.parameters :]
+        hidden = next((x for x in given if x.is_floating_point()), given[0])
         self._environment: Any = joint.mode.shape_env
         self._batch, self._length = map(self._expression, hidden.shape[:2])
         if not all(getattr(size, "is_Symbol", False) for size in (self._batch, self._length)):

@@ -16,9 +16,11 @@ from ..compilation.policy import (
     CODEC,
     apply_policy,
     hint,
+    is_pointwise,
     is_reduction,
     is_statistic,
     is_view,
+    made_by,
     nbytes,
     numel,
     of_forward,
@@ -55,6 +57,10 @@ def tag(joint: Joint) -> None:
     for node in _in_loops(forward) if joint.selective else ():
         tag_recompute(node)
     for node in graph.nodes:
+        if node in forward and _is_marked(node) and _shows_a_marked_one(node, weights):
+            del node.meta[CODEC]
+            tag_recompute(node)
+    for node in graph.nodes:
         if is_drawn(node) or node.target is state_before:
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
     for node in graph.nodes:
@@ -65,6 +71,18 @@ def tag(joint: Joint) -> None:
         if node in forward and node.target in NORMS and not feeds_backward(_result(node), forward):
             # the norm need not run again for its statistics alone
             node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+
+
+def _is_marked(node: Node) -> bool:
+    """Whether a module keeps a value through a codec."""
+    return CODEC in node.meta and node.meta.get("recompute") == CheckpointPolicy.MUST_SAVE
+
+
+def _shows_a_marked_one(node: Node, weights: set[Node]) -> bool:
+    """Whether a value is made by a pointwise op of one that is kept through a codec, and of weights alone: what an
+    activation makes, and a norm reads, is made again of what the activation keeps."""
+    sources = {made_by(x) for x in node.all_input_nodes if x not in weights}
+    return is_pointwise(node) and len(sources) == 1 and all(map(_is_marked, sources))
 
 
 def _in_loops(forward: set[Node]) -> list[Node]:

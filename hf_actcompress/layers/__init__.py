@@ -23,7 +23,7 @@ from .possible import why_not
 from .showing import show
 from .site import LayerSettings, PlannedLayerMixin
 from .store import Store, plans_shared, store_for_model
-from .units import blocks_named, units_of
+from .units import blocks_named, outside_of, units_of
 
 __all__ = [
     "LayerSettings",
@@ -32,6 +32,7 @@ __all__ = [
     "blocks_named",
     "find_plans",
     "left_out",
+    "outside_of",
     "plans_shared",
     "show",
     "store_for_model",
@@ -76,22 +77,28 @@ def _attention_codec(layer: nn.Module, config: CompressionConfig) -> Codec:
 
 
 def find_plans(
-    layer: nn.Module, store: Store, config: CompressionConfig, kept: CheckpointSettings | None, is_block: bool
+    layer: nn.Module,
+    store: Store,
+    config: CompressionConfig,
+    kept: CheckpointSettings | None,
+    is_block: bool,
+    role: Role = Role.LAYER,
 ) -> Site | None:
-    """The site of a layer that runs by plans; None for one that `left_out` names.
+    """The site of a layer that runs by plans; None for one that `left_out` names, and for other modules like it.
 
     Args:
-        layer: A layer whose leaves are patched, one of `units_of` its model.
+        layer: A layer whose leaves are patched, one of `units_of` its model, or of the modules `outside_of` them.
         store: The plans of the model.
         config: The config of the layer.
         kept: What the layer keeps where it is checkpointed; None: its input as it is.
         is_block: Whether it is a block and no layer of transformers.
+        role: Whether it is a layer, or a module outside of layers.
     """
     codec, other = _attention_codec(layer, config), _codec_of_others(config)
     if _why_left_out(layer, config, is_block):
         return None
     settings = LayerSettings(
-        Role.LAYER,
+        role,
         "plan",
         codec,
         plans=PlannedLayer(store),
@@ -99,6 +106,6 @@ def find_plans(
         function=layer.__dict__.get(CHECKPOINT_FUNCTION),
         other=other,
         selective=config.selective,
-        compile=config.compile,
+        compile=config.compile and role == Role.LAYER,
     )
     return Site(PlannedLayerMixin, settings)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ from .stages import Stages, stops_of
 from .state import State, frozen
 from .store import Known, Store, TraceSetting, learn
 
+_requires_grad = attrgetter("requires_grad")
 # how many states of a layer (training, evaluation, adapters) are remembered
 _STATES = 8
 # after how many calls of one form without a plan no further sizes are tried
@@ -78,7 +80,7 @@ class PlannedLayer:
         `keeps` is what it keeps of its input, if all else is to be recomputed in backward.
         """
         x = first_activation(args, kwargs)
-        if x is None or not recording(x):
+        if not recording(x):
             return None
         # where a checkpointed region runs again, the layer is what it was in the first run, and so are hooks and
         # reports, which are there in a forward alone
@@ -93,11 +95,17 @@ class PlannedLayer:
             given = CallArguments(args, kwargs)
         except Unknown as reason:
             return self._leaf_by_leaf(str(reason))
-        weights = list(map(dict.get, *state.weights))
+        weights: list[Any] = list(map(dict.get, *state.weights))
         if not are_plain_weights(weights):
             return self._leaf_by_leaf("a weight is no plain parameter")
+        if not given.tensors or not (any(map(_requires_grad, given.tensors)) or any(map(_requires_grad, weights))):
+            return None
+        rows = rows_left_out(given.tensors[0] if x is None else x, indices=x is None)
+        if x is None:
+            # embeddings are given indices
+            x = next(w for w in weights if w is not None and w.is_floating_point())
         autocast = autocast_dtype(x)
-        known = self._known(layer, state, given, weights, keeps, type(rows_left_out(x)), autocast)
+        known = self._known(layer, state, given, weights, keeps, type(rows), autocast)
         if isinstance(known.plan, str):
             return self._leaf_by_leaf(known.plan)
         found = self._run(layer, state, known, known.plan, given, weights, keeps)

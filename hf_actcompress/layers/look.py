@@ -21,7 +21,7 @@ from ..codecs.table import CODECS
 from ..modules.base import HOOKS, Settings, are_wanted, stock_type
 from ..private_apis import hooks_on_every_module
 from ..records import current
-from ..roles import Role
+from ..roles import RUN_BY_PLANS
 
 # what a module runs in place of its class's forward or call: `nn.Module.compile` sets the second, and so do reports
 _INSTEAD = ("forward", "_compiled_call_impl")
@@ -89,7 +89,7 @@ def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
     """The module's own attributes, without hooks, weights and children."""
     for name, value in vars(module).items():
         # the settings of a layer, or of one inside of it, hold its plans
-        skipped = name in _OF_MODULES or name in _OWN or (isinstance(value, Settings) and value.role == Role.LAYER)
+        skipped = name in _OF_MODULES or name in _OWN or (isinstance(value, Settings) and value.role in RUN_BY_PLANS)
         if not skipped and not isinstance(value, (Tensor, nn.Module)):
             yield name, value
 

@@ -33,7 +33,7 @@ from ..ops.traced_tiles import traced_in_tiles
 from ..private_apis import without_dispatch_modes, without_saved_tensor_hooks
 from ..private_apis.graphs import ONE_TRACE, code_when_asked
 from ..records import Padding
-from ..roles import Role
+from ..roles import RUN_BY_PLANS, Role
 from .caches import Slot, Updates, is_filled, items_of, note_changes, stand_in
 from .effects import without_effects
 from .given import CallArguments, Returned, Unknown
@@ -252,7 +252,7 @@ def _others(layer: nn.Module) -> Others | None:
     # a linear layer keeps its input, and has no codec for what it makes
     inputs_only = (Role.LINEAR, Role.DROPOUT)
     inputs = {name for name, role in found.items() if role in inputs_only}
-    rest = {name for name, role in found.items() if role not in (*inputs_only, Role.LAYER, Role.SELECTIVE)}
+    rest = {name for name, role in found.items() if role not in (*inputs_only, *RUN_BY_PLANS, Role.SELECTIVE)}
     return Others(frozenset(inputs), frozenset(rest), attention=settings_of(layer).codec != IDENTITY)  # type: ignore[union-attr]
 
 

@@ -9,7 +9,11 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from ..models.heads import output_layers
 from ..modules.base import settings_of, stock_type
+from ..roles import RUN_BY_PLANS
+
+_LISTS = (nn.ModuleList, nn.ModuleDict)
 
 
 def units_of(model: nn.Module, everywhere: bool, named: Sequence[str] = ()) -> list[nn.Module]:
@@ -26,6 +30,29 @@ def units_of(model: nn.Module, everywhere: bool, named: Sequence[str] = ()) -> l
         if id(blocks) not in known:
             layers += _unique((block for block in _blocks(blocks) if _is_block(block)), known)
     return list(dict.fromkeys([*blocks_named(model, named), *layers]))
+
+
+def outside_of(model: nn.Module, units: Sequence[nn.Module]) -> list[nn.Module]:
+    """The modules with children outside of layers and blocks, such as embeddings, the transform before a head, or a
+    pooler: the outermost ones without a layer, a model or a model's output layer inside.
+
+    Args:
+        model: The model, which is none of them itself.
+        units: Its layers and blocks.
+    """
+    heads = [head for module in model.modules() for head in output_layers(module)]
+    known = {id(part) for module in (*units, *heads) for part in module.modules()}
+    return list(dict.fromkeys(_outermost(model, known)))
+
+
+def _outermost(module: nn.Module, known: set[int]) -> Iterator[nn.Module]:
+    """The outermost modules below one that have children, and no model and nothing of `known` inside."""
+    for child in module.children():
+        parts = list(child.modules())
+        if isinstance(child, _LISTS) or any(id(part) in known or isinstance(part, PreTrainedModel) for part in parts):
+            yield from _outermost(child, known)
+        elif len(parts) > 1:
+            yield child
 
 
 def blocks_named(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:
@@ -59,6 +86,8 @@ def _blocks(stack: nn.Module) -> list[nn.Module]:
 def _is_block(module: nn.Module) -> bool:
     """Whether a module may be a block: it has children that compute, and no model or layer inside."""
     parts = list(module.modules())
-    if len(parts) == 1 or settings_of(module) is not None or isinstance(module, (nn.ModuleList, nn.Sequential)):
+    settings = settings_of(module)
+    is_patched = settings is not None and settings.role not in RUN_BY_PLANS
+    if len(parts) == 1 or is_patched or isinstance(module, (nn.ModuleList, nn.Sequential)):
         return False
     return not any(isinstance(part, (GradientCheckpointingLayer, PreTrainedModel)) for part in parts)

@@ -17,7 +17,7 @@ from ..modules.selective import SelectiveMixin
 from ..ops import PackedMask
 from ..private_apis import BatchNormBase
 from ..records import is_foreign
-from ..roles import Role
+from ..roles import RUN_BY_PLANS, Role
 from .adapters import is_adapter
 from .attention_rows import copy_in_rows
 from .empty_cache import EmptyCache
@@ -33,7 +33,7 @@ _LINEAR = frozenset({Role.CONV2D, Role.LINEAR, Role.OWN_LINEAR})
 # modules that decide themselves what to keep, or that hold whole layers
 _OTHERS = frozenset(
     {
-        Role.ATTENTION, Role.BATCH_NORM, Role.CHECKPOINT_INPUT, Role.EXPERTS, Role.LAYER, Role.LOSS_HEAD,
+        *RUN_BY_PLANS, Role.ATTENTION, Role.BATCH_NORM, Role.CHECKPOINT_INPUT, Role.EXPERTS, Role.LOSS_HEAD,
         Role.SELECTIVE,
     }
 )  # fmt: skip

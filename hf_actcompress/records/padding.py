@@ -115,12 +115,12 @@ def dropping(rows: Padding | RepeatedRows | None) -> Iterator[None]:
         _state.rows = before
 
 
-def rows_left_out(x: Tensor) -> Padding | RepeatedRows | None:
-    """The rows of x that are not kept in this forward, or None; x counts only if it is [B, S, ...]."""
+def rows_left_out(x: Tensor, indices: bool = False) -> Padding | RepeatedRows | None:
+    """The rows of x that are not kept in this forward, or None; x counts only if it is [B, S, ...] (`indices`: [B, S])."""
     rows = _state.rows
     if rows is None or is_compiling():
         return None
-    fits = x.dim() > 2 and x.shape[:2] == rows.shape and x.numel() > 0
+    fits = x.dim() > 2 - indices and x.shape[:2] == rows.shape and x.numel() > 0
     return rows if fits and not checkpointed() else None
 
 

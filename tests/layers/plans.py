@@ -14,6 +14,7 @@ from hf_actcompress import CompressionConfig, patch_model
 from hf_actcompress.config import PRESETS
 from hf_actcompress.layers import LayerSettings, PlannedLayer
 from hf_actcompress.modules.base import settings_of
+from hf_actcompress.roles import Role
 from tests.families import BY_NAME, Batch, step
 from tests.oracle import kept_bytes as kept_by
 
@@ -34,10 +35,10 @@ def by_plans(preset: str) -> CompressionConfig:
     return replace(PRESETS[preset], loss_head=False)
 
 
-def plans_of(model: nn.Module) -> list[PlannedLayer]:
-    """The plans of each layer."""
+def plans_of(model: nn.Module, role: Role = Role.LAYER) -> list[PlannedLayer]:
+    """The plans of each layer; or of each module outside of layers."""
     found = [settings_of(module) for module in model.modules()]
-    return [settings.plans for settings in found if isinstance(settings, LayerSettings)]
+    return [settings.plans for settings in found if isinstance(settings, LayerSettings) and settings.role == role]
 
 
 def pair(name: str, dtype: torch.dtype = torch.float32, **options: Any) -> tuple[Any, Any]:
@@ -64,8 +65,11 @@ def assert_same(model: Any, other: Any, batch: Batch, mode: str = "fp32") -> Non
 
 
 def assert_all_ran(model: nn.Module) -> None:
-    """No call of a layer went leaf by leaf."""
+    """No call of a layer went leaf by leaf, nor one of a module outside of layers."""
     assert plans_of(model)
+    # where layers are checkpointed, transformers puts a hook on the embedding
+    reasons = {plans.why for plans in plans_of(model, Role.MODULE)}
+    assert reasons <= {"", "a module in it has hooks or a forward of its own"}
     assert [(plans.calls > 0, plans.why) for plans in plans_of(model)] == [(True, "")] * len(plans_of(model))
 
 

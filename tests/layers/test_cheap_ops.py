@@ -20,6 +20,7 @@ OPS: dict[str, Callable[[], nn.Module]] = {
     "prelu": nn.PReLU,
     "nearest": lambda: nn.Upsample(scale_factor=2, mode="nearest"),
     "average": lambda: nn.AvgPool2d(2),
+    "maximum": lambda: nn.MaxPool2d(2),
 }
 # sums of one kind in the loop of a module
 STEPS = 40
@@ -80,6 +81,15 @@ def test_its_output_is_not_kept(name: str) -> None:
     model = patched(Between(OPS[name]()), x)
     # the caller holds x; only the first convolution's output, which is as large, is kept
     assert kept_bytes(lambda: model(x)) <= 1.1 * x.nbytes
+
+
+def test_a_weight_of_a_norm_and_a_direction_is_not_kept() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(2, CHANNELS, SIDE, SIDE)
+    op = nn.utils.parametrizations.weight_norm(nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1))
+    model = patched(Between(op), x)
+    # what the second and the third convolution read, and no weight
+    assert kept_bytes(lambda: model(x)) <= 2.1 * x.nbytes
 
 
 def test_the_sums_of_a_loop_are_not_kept() -> None:

@@ -1,0 +1,130 @@
+"""Modules outside of layers run by plans, too: embeddings, poolers, a head's transform, heads of the user's own."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hf_actcompress import CompressionConfig, patch_model, patch_report, unpatch_model
+from hf_actcompress.layers import outside_of, units_of
+from hf_actcompress.modules.base import settings_of
+from hf_actcompress.roles import Role
+from tests.families import BY_NAME
+from tests.layers.plans import (
+    DTYPES,
+    LEAVES,
+    MODES,
+    PLANS,
+    assert_same,
+    by_plans,
+    kept_bytes,
+    pair,
+    plans_of,
+)
+
+FOUND = {
+    "bert": ["bert.embeddings", "cls.predictions.transform"],
+    "modernbert": ["model.embeddings", "head"],
+    "vit": ["vit.embeddings"],
+    "roberta": ["roberta.embeddings"],
+    "llama": [],
+}
+
+
+def names_outside(model: nn.Module) -> list[str]:
+    names = {module: name for name, module in model.named_modules()}
+    return [names[module] for module in outside_of(model, units_of(model, everywhere=True))]
+
+
+class WithHead(nn.Module):
+    """A model of a user: one of transformers, and a head behind it."""
+
+    def __init__(self, body: nn.Module, width: int) -> None:
+        super().__init__()
+        self.body = body
+        self.head = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, 3))
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        return self.head(self.body(input_ids=input_ids).last_hidden_state).square().mean()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_which_they_are(name: str) -> None:
+    model = BY_NAME[name].build()
+    assert names_outside(model) == FOUND[name]
+    patch_model(model, PLANS)
+    # the second look is at a patched model, as where adapters come later
+    assert names_outside(model) == FOUND[name]
+    roles = [row.name for row in patch_report(model).patched if row.role == Role.MODULE]
+    assert roles == FOUND[name]
+    unpatch_model(model)
+    assert plans_of(model, Role.MODULE) == []
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", [name for name, found in FOUND.items() if found])
+def test_the_same_bits_and_no_more_bytes(name: str, mode: str) -> None:
+    stock, plans = pair(name, DTYPES[mode])
+    batch = BY_NAME[name].make_batch()
+    assert_same(plans, stock, batch, mode)
+    assert [(found.calls, found.why) for found in plans_of(plans, Role.MODULE)] == [(1, "")] * len(FOUND[name])
+    assert kept_bytes(plans, batch) <= kept_bytes(patch_model(copy.deepcopy(stock), LEAVES), batch)
+
+
+def test_a_head_of_the_user() -> None:
+    torch.manual_seed(0)
+    body = BY_NAME["bert"].build().bert
+    stock = WithHead(body, body.config.hidden_size).train()
+    ours = patch_model(copy.deepcopy(stock))
+    batch = {"input_ids": BY_NAME["bert"].make_batch()["input_ids"]}
+    grads = [torch.autograd.grad(x(**batch), [*x.parameters()], allow_unused=True) for x in (ours, stock)]
+    assert all(a is b if a is None else torch.equal(a, b) for a, b in zip(*grads, strict=True))
+    assert settings_of(ours.head).plans.calls == 1  # type: ignore[union-attr]
+
+
+def test_a_frozen_one_runs_as_it_is() -> None:
+    stock, ours = pair("bert")
+    for model in (stock, ours):
+        model.bert.embeddings.requires_grad_(requires_grad=False)
+    assert_same(ours, stock, BY_NAME["bert"].make_batch())
+    embeddings = settings_of(ours.bert.embeddings).plans
+    # nothing is traced for it, and there is nothing to report
+    assert (embeddings.calls, embeddings.leaf_calls, embeddings.known()) == (0, 0, [])
+
+
+def test_a_hook_on_the_embedding() -> None:
+    stock, ours = pair("bert")
+    for model in (stock, ours):
+        model.enable_input_require_grads()
+    assert_same(ours, stock, BY_NAME["bert"].make_batch())
+    embeddings, transform = plans_of(ours, Role.MODULE)
+    assert "hooks" in embeddings.why and transform.calls == 1
+
+
+def test_padding_is_left_out() -> None:
+    """Embeddings are given indices [B, S], by which their rows are known."""
+    model, batch = BY_NAME["modernbert"].build(), BY_NAME["modernbert"].make_batch("right")
+    leaves, ours = (patch_model(copy.deepcopy(model), replace(x, drop_padding=True)) for x in (LEAVES, PLANS))
+    assert_same(ours, model, batch)
+    assert [(found.calls, found.why) for found in plans_of(ours, Role.MODULE)] == [(1, "")] * 2
+    assert kept_bytes(ours, batch) <= kept_bytes(leaves, batch)
+
+
+def test_what_a_norm_reads_of_an_activation_is_not_kept_again() -> None:
+    """An activation's input goes through a codec. The norm behind it reads what is made of that."""
+    model, batch = BY_NAME["modernbert"].build(), BY_NAME["modernbert"].make_batch()
+    ours = patch_model(model, by_plans("int8"))
+    kept_bytes(ours, batch)
+    (known,) = settings_of(ours.head).plans.known()
+    made = [node.name for node in known.plan.halves.kept if node.target is not torch.ops.aten.mm.default]
+    assert "gelu" not in made and len(known.plan.packed) == 2
+
+
+def test_they_are_not_compiled() -> None:
+    ours: Any = patch_model(BY_NAME["bert"].build(), CompressionConfig(compile=True))
+    assert [settings_of(x).compile for x in (ours.bert.embeddings, ours.bert.encoder.layer[0])] == [False, True]
