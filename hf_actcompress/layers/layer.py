@@ -8,7 +8,7 @@ from operator import attrgetter
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..graphs.codec_marks import other_codec
 from ..graphs.plan import LayerPlan
@@ -100,11 +100,9 @@ class PlannedLayer:
             return self._leaf_by_leaf("a weight is no plain parameter")
         if not given.tensors or not (any(map(_requires_grad, given.tensors)) or any(map(_requires_grad, weights))):
             return None
+        # embeddings are given indices
         rows = rows_left_out(given.tensors[0] if x is None else x, indices=x is None)
-        if x is None:
-            # embeddings are given indices
-            x = next(w for w in weights if w is not None and w.is_floating_point())
-        autocast = autocast_dtype(x)
+        autocast = autocast_dtype(_floating_point(weights) if x is None else x)
         known = self._known(layer, state, given, weights, keeps, type(rows), autocast)
         if isinstance(known.plan, str):
             return self._leaf_by_leaf(known.plan)
@@ -237,6 +235,10 @@ class PlannedLayer:
             count -= sum(slot.size for slot in slots)
             fill_slots(slots, given.caches, made[count:])
         return (known.returned.put_together(made[:count], [*given.tensors, *given.caches, *given.integers]),)
+
+
+def _floating_point(weights: list[Any]) -> Tensor:
+    return next(w for w in weights if w is not None and w.is_floating_point())
 
 
 def _free(given: CallArguments, batches: bool) -> list[range]:
