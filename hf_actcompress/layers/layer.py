@@ -238,7 +238,9 @@ class PlannedLayer:
 
 
 def _floating_point(weights: list[Any]) -> Tensor:
-    return next(w for w in weights if w is not None and w.is_floating_point())
+    """The first of some weights that has such numbers."""
+    found: Tensor = next(w for w in weights if w is not None and w.is_floating_point())
+    return found
 
 
 def _free(given: CallArguments, batches: bool) -> list[range]:

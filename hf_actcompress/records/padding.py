@@ -116,7 +116,10 @@ def dropping(rows: Padding | RepeatedRows | None) -> Iterator[None]:
 
 
 def rows_left_out(x: Tensor, indices: bool = False) -> Padding | RepeatedRows | None:
-    """The rows of x that are not kept in this forward, or None; x counts only if it is [B, S, ...] (`indices`: [B, S])."""
+    """The rows of x that are not kept in this forward, or None; x counts only if it is [B, S, ...].
+
+    `indices`: also if it is [B, S].
+    """
     rows = _state.rows
     if rows is None or is_compiling():
         return None
