@@ -110,12 +110,13 @@ class CompressionConfig(ConfigFile):
             Qwen3.5), their backward takes about as many tokens at a time (512 for "auto").
         plans: Run layers and blocks by plans: one autograd Function per layer, whose code is derived from the joint
             graph of the layer's forward and backward. The gradients are those that autograd computes, in less of the
-            host's time than module by module. This holds for transformers' layers and for the blocks of any list
-            (diffusion transformers, `torch.nn.TransformerEncoder`). A layer that is checkpointed as torch does it by
+            host's time than module by module. This holds for transformers' layers, for the blocks of any list
+            (diffusion transformers, `torch.nn.TransformerEncoder`), and for modules outside of these that have
+            children, such as embeddings. A layer that is checkpointed as torch does it by
             default is one Function, too, which keeps its input. LoRA, autocast, dropout, frozen weights, empty caches,
             and codecs that round to nearest are supported. Calls that are not ordinary ones (hooks inside, a filled
             cache) run module by module, as all do with False; so do layers that have no plan (the report says why).
-        compile: Let torch's compiler, Inductor, make the code of plans: once per kind of layer, and once more when
+        compile: Let torch's compiler, Inductor, make the code of layers' plans: once per kind of layer, and once more when
             sizes change; it is cached on disk. There are no graph breaks, and no guards in each call. Exact up to
             rounding (dropout draws other numbers), with the same bytes. A backward that adds to gradients holds those
             of a whole layer at once. A layer that cannot be compiled runs as without it, which is said once. No effect
