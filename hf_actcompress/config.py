@@ -116,8 +116,8 @@ class CompressionConfig(ConfigFile):
             default is one Function, too, which keeps its input. LoRA, autocast, dropout, frozen weights, empty caches,
             and codecs that round to nearest are supported. Calls that are not ordinary ones (hooks inside, a filled
             cache) run module by module, as all do with False; so do layers that have no plan (the report says why).
-        compile: Let torch's compiler, Inductor, make the code of layers' plans: once per kind of layer, and once more when
-            sizes change; it is cached on disk. There are no graph breaks, and no guards in each call. Exact up to
+        compile: Let torch's compiler, Inductor, make the code of layers' plans: once per kind of layer, and once more
+            when sizes change; it is cached on disk. There are no graph breaks, and no guards in each call. Exact up to
             rounding (dropout draws other numbers), with the same bytes. A backward that adds to gradients holds those
             of a whole layer at once. A layer that cannot be compiled runs as without it, which is said once. No effect
             inside of `torch.compile(model)`.

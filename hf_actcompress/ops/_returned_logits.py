@@ -2,7 +2,8 @@
 
 They behave like any tensor. Slices and scales of them stay deferred, and the functions of `row_functions` (log-softmax,
 gather, logsumexp, entropy, cross entropy, ...) keep nothing of vocabulary size for backward: their gradient arrives at
-the head as a `LogitsGradient`, for which the logits are recomputed, a few rows at a time.
+the head as a `LogitsGradient`, for which the logits are recomputed, a few rows at a time. If the logits fit the head's
+budget, the first of these functions keeps them for the others and for the head's backward.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch.autograd.graph import GradientEdge
 from ..private_apis import without_torch_function
 from ..records import applied, is_dropped, load, parameter, save, stored_exact
 from ..reference.linear_rows import linear_rows_bwd
+from ..reference.logits_chunks import are_kept
 from ._deferred_linear import LinearSource
 from ._linear_cross_entropy import exact_record
 from .deferred_logits import DeferredLogits, empty_like
@@ -25,7 +27,7 @@ from .deferred_values import Values
 from .first_order import once_differentiable
 from .gradient_parts import Chunk
 from .logits_gradient import LogitsGradient
-from .logits_origin import HeadOrigin, HeldHead, ReturnedSource, operands
+from .logits_origin import HeadOrigin, HeldHead, KeptLogits, ReturnedSource, operands
 from .row_set import rows_at, shifted
 from .torch_functions import held_row_function, row_function
 
@@ -33,7 +35,8 @@ _Grads = tuple[Tensor | None, Tensor | None, Tensor | None, None]
 
 
 class ReturnedLogitsFunction(torch.autograd.Function):
-    """Keeps the head's input by its record and the weight by reference; no logits."""
+    """Keeps the head's input by its record and the weight by reference; and the logits that functions of them have
+    computed, if they fit the budget."""
 
     @staticmethod
     def forward(ctx: Any, h: Tensor, weight: Tensor, bias: Tensor | None, source: ReturnedSource) -> Tensor:
@@ -44,7 +47,7 @@ class ReturnedLogitsFunction(torch.autograd.Function):
             # the logits of padding rows may be asked for
             record = stored_exact(h.detach().to(origin.dtype))
         save(ctx, record, parameter(weight), parameter(bias) if bias is not None else None)
-        ctx.dtype, ctx.pointwise = origin.dtype, origin.pointwise
+        ctx.dtype, ctx.pointwise, ctx.kept = origin.dtype, origin.pointwise, source.kept
         ctx.inputs = (h.shape, h.dtype, weight.dtype, bias.dtype if bias is not None else None)
         return DeferredLogits(Values(source), source.like)
 
@@ -52,13 +55,14 @@ class ReturnedLogitsFunction(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> _Grads:
         h, weight, bias = operands(load(ctx), ctx.dtype)
+        kept = ctx.kept.take()
 
         def gradient(part: slice, logits: Callable[[], Tensor]) -> Tensor | None:
             if not isinstance(dy, LogitsGradient):
                 return dy.reshape(-1, dy.size(-1))[part]
             out = torch.zeros((part.stop - part.start, dy.size(-1)), dtype=dy.dtype, device=dy.device)
             # the chunk's logits are computed on the first call
-            chunk_logits = cache(logits)
+            chunk_logits = cache(logits) if kept is None else lambda: kept[part]
             chunk = Chunk(lambda rows: rows_at(chunk_logits(), shifted(rows, part.start)))
             return out if dy.part.add_to(out, part.start, chunk) else None
 
@@ -82,8 +86,9 @@ def returned_logits(x: Tensor) -> Tensor | None:
         so later changes of the model's weights do not matter.
 
     Saves:
-        The head's input by its record, the weight by reference; nothing of vocabulary size. While the result is alive,
-        it holds the head's input itself.
+        The head's input by its record, the weight by reference; nothing of vocabulary size but the logits themselves,
+        once a function of them has been computed, if they fit the head's budget: until backward, or as long as the
+        result is alive. While it is alive, it holds the head's input itself.
 
     Gradient:
         Exact.
@@ -105,7 +110,10 @@ def returned_logits(x: Tensor) -> Tensor | None:
     if not torch.is_grad_enabled():
         return DeferredLogits(Values(ReturnedSource(held, head.device, like, held_row_function)), like)
     origin = HeadOrigin(head.device, head.dtype, x.pointwise)
-    source = ReturnedSource(held, head.device, like, row_function, origin)
+    rows, (vocabulary, hidden) = like.shape[:-1].numel(), head.weight.shape
+    # a function of each logit has a derivative for which the product runs again
+    fits = not x.pointwise and are_kept(rows, hidden, vocabulary, head.dtype.itemsize, head.budget)
+    source = ReturnedSource(held, head.device, like, row_function, origin, KeptLogits(fits))
     y = applied(ReturnedLogitsFunction, head.hidden, head.weight, head.bias, source)
     with without_torch_function():
         origin.edge = GradientEdge(y.grad_fn, y.output_nr)  # type: ignore[arg-type]

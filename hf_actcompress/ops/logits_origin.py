@@ -100,6 +100,32 @@ def operands(kept: Sequence[Any], dtype: torch.dtype) -> tuple[Tensor, Tensor, T
     return h.reshape(-1, h.size(-1)), weight.to(dtype), bias.to(dtype) if bias is not None else None
 
 
+class KeptLogits:
+    """The logits [N, V] that the first function of them has computed, for the others and for the backward of the head,
+    which takes them.
+
+    Args:
+        fits: Whether they are within the budget; else none are kept.
+    """
+
+    __slots__ = ("_logits", "fits")
+
+    def __init__(self, fits: bool) -> None:
+        self.fits = fits
+        self._logits: Tensor | None = None
+
+    def get(self, make: Callable[[], Tensor]) -> Tensor:
+        """The logits, which `make` computes the first time."""
+        if self._logits is None:
+            self._logits = make()
+        return self._logits
+
+    def take(self) -> Tensor | None:
+        """The logits, if there are any. A further backward through a retained graph computes them again."""
+        logits, self._logits = self._logits, None
+        return logits
+
+
 class ReturnedSource(LogitsSource):
     """The logits of one forward: their values, or the head that computes them; and the node of the head, if any."""
 
@@ -110,10 +136,12 @@ class ReturnedSource(LogitsSource):
         like: Tensor,
         function: Callable[[Any], Function | None],
         origin: HeadOrigin | None = None,
+        kept: KeptLogits | None = None,
     ) -> None:
         super().__init__(device)
         self.rows_device = torch.device("cpu")
         self.held, self.like, self.origin, self._function = held, like, origin, function
+        self.kept = KeptLogits(fits=False) if kept is None else kept
 
     @property
     def values(self) -> Tensor | None:
@@ -123,15 +151,24 @@ class ReturnedSource(LogitsSource):
     def logits(self) -> Tensor:
         if not isinstance(self.held, Tensor):
             with torch.no_grad():
-                rows = slice(0, self.like.shape[:-1].numel())
-                self.held = self.held.read(all_rows=True)(rows).view(self.like.shape)
+                read = self.held.read(all_rows=True)
+                # whoever gets the values may write on them, so backward has others
+                known = self.kept.take()
+                self.held = (read(self._all_rows()) if known is None else known).view(self.like.shape)
         return self.held
+
+    def _all_rows(self) -> slice:
+        return slice(0, self.like.shape[:-1].numel())
 
     def read(self) -> Read:
         """The function that returns rows of the logits, outside autograd."""
-        if not isinstance(self.held, Tensor):
-            return self.held.read()
-        values = self.held.flatten(0, -2)
+        if isinstance(self.held, Tensor):
+            values = self.held.flatten(0, -2)
+        else:
+            read = self.held.read()
+            if not self.kept.fits:
+                return read
+            values = self.kept.get(lambda: read(self._all_rows()))
         return lambda rows: rows_at(values, rows)
 
     def function(self, func: Any) -> Function | None:

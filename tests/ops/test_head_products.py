@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_actcompress.ops import linear_cross_entropy
+from hf_actcompress.ops import deferred_linear, linear_cross_entropy, plain, returned_logits
 from hf_actcompress.reference import logits_chunks
 from hf_actcompress.reference.logits_chunks import are_kept
 from tests.oracle import assert_within_law, held_bytes
@@ -28,6 +28,21 @@ WAYS: dict[str, tuple[int, tuple[bool, bool, bool], float]] = {
     "frozen head": (4 * K, (True, False, False), 2),
     "nothing trained": (K, (False, False, False), 1),
 }
+
+
+# losses outside of the model, of logits that it has returned: the Trainer's label smoothing, and one of TRL's kind
+def _smoothed(logits: Tensor, target: Tensor) -> Tensor:
+    lost = -F.log_softmax(logits, -1)
+    return 0.9 * lost.gather(-1, target[:, None]).mean() + 0.1 * lost.sum(-1, keepdim=True).mean()
+
+
+def _with_entropy(logits: Tensor, target: Tensor) -> Tensor:
+    known = F.log_softmax(logits, -1)
+    chosen = logits.gather(-1, target[:, None])[:, 0] - logits.logsumexp(-1)
+    return 0.1 * (known.exp() * known).sum(-1).mean() - chosen.mean()
+
+
+OUTSIDE: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"smoothed": _smoothed, "with entropy": _with_entropy}
 
 
 class Products(TorchDispatchMode):
@@ -181,3 +196,51 @@ def test_a_softmax_of_one_class() -> None:
     h, weight, bias, target = problem(20, (True, False, False), torch.float32, v=1)
     loss = linear_cross_entropy(h, weight, target, bias)
     assert loss.item() == 0 and math.isclose(torch.autograd.grad(loss, h)[0].abs().max().item(), 0)
+
+
+def _returned(tensors: Any, **options: Any) -> Tensor:
+    logits = returned_logits(deferred_linear(*tensors[:3], keep_logits=False, **options))
+    assert logits is not None
+    return logits
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, torch.bfloat16), ids=("fp32", "bf16"))
+@pytest.mark.parametrize("trained", (True, False), ids=("trained", "frozen"))
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_products_of_a_loss_outside(name: str, trained: bool, dtype: torch.dtype) -> None:
+    """Three with a trained head, two with a frozen one, whatever the number of functions, as if logits were kept."""
+    tensors = problem(K, (True, trained, trained), dtype)
+    wanted = [x for x in tensors if x.requires_grad]
+    with Products() as products:
+        ours = OUTSIDE[name](_returned(tensors), tensors[-1])
+        found = torch.autograd.grad(ours, wanted, retain_graph=True)
+    assert products.count == (3 if trained else 2) * K * D * V
+    # a further backward makes them again
+    assert all(map(torch.equal, found, torch.autograd.grad(ours, wanted)))
+    sides = (tensors, wide(tensors))
+    losses = [OUTSIDE[name](F.linear(h, weight, bias), target) for h, weight, bias, target in sides]
+    grads = [torch.autograd.grad(x, [y for y in of if y.requires_grad]) for x, of in zip(losses, sides, strict=True)]
+    assert_within_law(found, *grads)
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_what_a_loss_outside_keeps(name: str) -> None:
+    """The logits if they fit the budget, once; else nothing of their size."""
+    tensors = problem(K, (True, True, True), torch.float32)
+    size = K * V * 4
+    for budget, kept in ((size, size), (size - 1, 0)):
+        held = held_bytes(lambda budget=budget: OUTSIDE[name](_returned(tensors, budget=budget), tensors[-1]))  # type: ignore[misc]
+        assert kept <= held <= kept + K * D * 4 + K * 200 + 1024
+    # a function of each logit has a derivative for which the product runs again
+    capped = deferred_linear(*tensors[:3], keep_logits=False) * 0.5
+    assert held_bytes(lambda: OUTSIDE[name](returned_logits(capped), tensors[-1])) < size  # type: ignore[arg-type]
+
+
+def test_values_that_are_written_on_are_not_those_of_backward() -> None:
+    tensors = problem(K, (True, True, True), torch.float32)
+    logits = _returned(tensors)
+    loss = _smoothed(logits, tensors[-1])
+    plain(logits).detach().zero_()
+    found = torch.autograd.grad(loss, tensors[:3])
+    expected = torch.autograd.grad(_smoothed(F.linear(*tensors[:3]), tensors[-1]), tensors[:3])
+    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(found, expected, strict=True))
