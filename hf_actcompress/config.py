@@ -110,9 +110,8 @@ class CompressionConfig(ConfigFile):
             Qwen3.5), their backward takes about as many tokens at a time (512 for "auto").
         plans: Run layers and blocks by plans: one autograd Function per layer, whose code is derived from the joint
             graph of the layer's forward and backward. The gradients are those that autograd computes, in less of the
-            host's time than module by module. This holds for transformers' layers, for the blocks of any list
-            (diffusion transformers, `torch.nn.TransformerEncoder`), and for modules outside of these that have
-            children, such as embeddings. A layer that is checkpointed as torch does it by
+            host's time than module by module. This holds for transformers' layers, for blocks of any list (diffusion
+            transformers, `torch.nn.TransformerEncoder`), and for other modules with children (embeddings). A layer that is checkpointed as torch does it by
             default is one Function, too, which keeps its input. LoRA, autocast, dropout, frozen weights, empty caches,
             and codecs that round to nearest are supported. Calls that are not ordinary ones (hooks inside, a filled
             cache) run module by module, as all do with False; so do layers that have no plan (the report says why).
