@@ -111,10 +111,10 @@ class CompressionConfig(ConfigFile):
         plans: Run layers and blocks by plans: one autograd Function per layer, whose code is derived from the joint
             graph of the layer's forward and backward. The gradients are those that autograd computes, in less of the
             host's time than module by module. This holds for transformers' layers, for blocks of any list (diffusion
-            transformers, `torch.nn.TransformerEncoder`), and for other modules with children (embeddings). A layer that is checkpointed as torch does it by
-            default is one Function, too, which keeps its input. LoRA, autocast, dropout, frozen weights, empty caches,
-            and codecs that round to nearest are supported. Calls that are not ordinary ones (hooks inside, a filled
-            cache) run module by module, as all do with False; so do layers that have no plan (the report says why).
+            transformers, `torch.nn.TransformerEncoder`), and for other modules with children (embeddings). A layer
+            checkpointed by torch's default function is one Function, too, which keeps its input. LoRA, autocast,
+            dropout, frozen weights, empty caches, and codecs that round to nearest are supported. Calls with hooks
+            inside or a filled cache run module by module, as do layers without a plan (the report says why).
         compile: Let torch's compiler, Inductor, make the code of layers' plans: once per kind of layer, and once more
             when sizes change; it is cached on disk. There are no graph breaks, and no guards in each call. Exact up to
             rounding (dropout draws other numbers), with the same bytes. A backward that adds to gradients holds those
