@@ -26,6 +26,7 @@ from tests.layers.plans import (
     pair,
     plans_of,
 )
+from tests.oracle import kept_bytes as kept_by
 
 FOUND = {
     "bert": ["bert.embeddings", "cls.predictions.transform"],
@@ -123,6 +124,39 @@ def test_what_a_norm_reads_of_an_activation_is_not_kept_again() -> None:
     (known,) = settings_of(ours.head).plans.known()
     made = [node.name for node in known.plan.halves.kept if node.target is not torch.ops.aten.mm.default]
     assert "gelu" not in made and len(known.plan.packed) == 2
+
+
+class First(nn.Module):
+    """Reads the first token of each sequence, as a pooler does."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.dense, self.activation = nn.Linear(width, width), nn.Tanh()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.activation(self.dense(x[:, 0]))  # type: ignore[no-any-return]
+
+
+class Pooled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.make, self.pool = nn.Linear(16, 16), First(16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.pool(self.make(x)).square().sum()  # type: ignore[no-any-return]
+
+
+def test_of_the_first_tokens_a_copy_is_kept() -> None:
+    torch.manual_seed(0)
+    stock = Pooled().train()
+    ours = patch_model(copy.deepcopy(stock))
+    for length in (64, 48):
+        x = torch.randn(3, length, 16)
+        grads = [torch.autograd.grad(model(x), [*model.parameters()]) for model in (ours, stock)]
+        assert all(map(torch.equal, *grads))
+        # what the product reads, the activation's output, and what the square reads are a row for each sequence
+        assert kept_by(lambda x=x: ours(x)) <= 3 * 3 * 16 * 4 < x.nbytes  # type: ignore[misc]
+    assert plans_of(ours, Role.MODULE)[0].calls == 4
 
 
 def test_they_are_not_compiled() -> None:
