@@ -79,8 +79,8 @@ def _is_marked(node: Node) -> bool:
 
 
 def _shows_a_marked_one(node: Node, weights: set[Node]) -> bool:
-    """Whether a value is made by a pointwise op of one that is kept through a codec, and of weights alone: what an
-    activation makes, and a norm reads, is made again of what the activation keeps."""
+    """Whether a value is a pointwise function of one that is kept through a codec, and of weights. So is the output of
+    an activation: a norm that reads it needs no copy of its own."""
     sources = {made_by(x) for x in node.all_input_nodes if x not in weights}
     return is_pointwise(node) and len(sources) == 1 and all(map(_is_marked, sources))
 

@@ -82,7 +82,7 @@ def find_plans(
     config: CompressionConfig,
     kept: CheckpointSettings | None,
     is_block: bool,
-    role: Role = Role.LAYER,
+    role: Role,
 ) -> Site | None:
     """The site of a layer that runs by plans; None for one that `left_out` names, and for other modules like it.
 

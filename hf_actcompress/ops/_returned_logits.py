@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from ..private_apis import without_torch_function
-from ..records import applied, is_dropped, load, parameter, save, stored_exact
+from ..records import applied, hooks_outside, is_dropped, load, parameter, save, stored_exact
 from ..reference.linear_rows import linear_rows_bwd
 from ..reference.logits_chunks import are_kept
 from ._deferred_linear import LinearSource
@@ -27,7 +27,7 @@ from .deferred_values import Values
 from .first_order import once_differentiable
 from .gradient_parts import Chunk
 from .logits_gradient import LogitsGradient
-from .logits_origin import HeadOrigin, HeldHead, KeptLogits, ReturnedSource, operands
+from .logits_origin import HeadOrigin, HeldHead, ReturnedSource, operands
 from .row_set import rows_at, shifted
 from .torch_functions import held_row_function, row_function
 
@@ -35,8 +35,7 @@ _Grads = tuple[Tensor | None, Tensor | None, Tensor | None, None]
 
 
 class ReturnedLogitsFunction(torch.autograd.Function):
-    """Keeps the head's input by its record and the weight by reference; and the logits that functions of them have
-    computed, if they fit the budget."""
+    """Keeps the head's input by its record, the weight by reference, and logits that fit the head's budget."""
 
     @staticmethod
     def forward(ctx: Any, h: Tensor, weight: Tensor, bias: Tensor | None, source: ReturnedSource) -> Tensor:
@@ -86,9 +85,9 @@ def returned_logits(x: Tensor) -> Tensor | None:
         so later changes of the model's weights do not matter.
 
     Saves:
-        The head's input by its record, the weight by reference; nothing of vocabulary size but the logits themselves,
-        once a function of them has been computed, if they fit the head's budget: until backward, or as long as the
-        result is alive. While it is alive, it holds the head's input itself.
+        The head's input by its record, the weight by reference. If the logits fit the head's budget, also the logits,
+        from the first function of them to backward, unless hooks of others get what is saved. Nothing else of
+        vocabulary size. While the result is alive, it holds the head's input itself.
 
     Gradient:
         Exact.
@@ -111,9 +110,11 @@ def returned_logits(x: Tensor) -> Tensor | None:
         return DeferredLogits(Values(ReturnedSource(held, head.device, like, held_row_function)), like)
     origin = HeadOrigin(head.device, head.dtype, x.pointwise)
     rows, (vocabulary, hidden) = like.shape[:-1].numel(), head.weight.shape
-    # a function of each logit has a derivative for which the product runs again
-    fits = not x.pointwise and are_kept(rows, hidden, vocabulary, head.dtype.itemsize, head.budget)
-    source = ReturnedSource(held, head.device, like, row_function, origin, KeptLogits(fits))
+    # not for the derivative of a function of each logit, for which the product runs again, and not past hooks of
+    # others, such as `save_on_cpu`, which would not see them
+    alone = not x.pointwise and hooks_outside() is None
+    fits = alone and are_kept(rows, hidden, vocabulary, head.dtype.itemsize, head.budget)
+    source = ReturnedSource(held, head.device, like, row_function, origin, fits)
     y = applied(ReturnedLogitsFunction, head.hidden, head.weight, head.bias, source)
     with without_torch_function():
         origin.edge = GradientEdge(y.grad_fn, y.output_nr)  # type: ignore[arg-type]

@@ -101,11 +101,11 @@ def operands(kept: Sequence[Any], dtype: torch.dtype) -> tuple[Tensor, Tensor, T
 
 
 class KeptLogits:
-    """The logits [N, V] that the first function of them has computed, for the others and for the backward of the head,
-    which takes them.
+    """Logits [N, V] that several functions and the backward of the head share. The first function computes them, and
+    the backward takes them.
 
     Args:
-        fits: Whether they are within the budget; else none are kept.
+        fits: Whether they may be kept; else each function computes the rows that it reads.
     """
 
     __slots__ = ("_logits", "fits")
@@ -136,12 +136,12 @@ class ReturnedSource(LogitsSource):
         like: Tensor,
         function: Callable[[Any], Function | None],
         origin: HeadOrigin | None = None,
-        kept: KeptLogits | None = None,
+        fits: bool = False,
     ) -> None:
         super().__init__(device)
         self.rows_device = torch.device("cpu")
         self.held, self.like, self.origin, self._function = held, like, origin, function
-        self.kept = KeptLogits(fits=False) if kept is None else kept
+        self.kept = KeptLogits(fits)
 
     @property
     def values(self) -> Tensor | None:
@@ -152,7 +152,7 @@ class ReturnedSource(LogitsSource):
         if not isinstance(self.held, Tensor):
             with torch.no_grad():
                 read = self.held.read(all_rows=True)
-                # whoever gets the values may write on them, so backward has others
+                # whoever gets the values may write on them, so backward computes its own
                 known = self.kept.take()
                 self.held = (read(self._all_rows()) if known is None else known).view(self.like.shape)
         return self.held

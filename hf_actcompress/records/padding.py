@@ -116,14 +116,11 @@ def dropping(rows: Padding | RepeatedRows | None) -> Iterator[None]:
 
 
 def rows_left_out(x: Tensor, indices: bool = False) -> Padding | RepeatedRows | None:
-    """The rows of x that are not kept in this forward, or None; x counts only if it is [B, S, ...].
-
-    `indices`: also if it is [B, S].
-    """
+    """The rows of x [B, S, ...], or of `indices` [B, S], that are not kept in this forward; None for any other x."""
     rows = _state.rows
     if rows is None or is_compiling():
         return None
-    fits = x.dim() > 2 - indices and x.shape[:2] == rows.shape and x.numel() > 0
+    fits = x.dim() >= (2 if indices else 3) and x.shape[:2] == rows.shape and x.numel() > 0
     return rows if fits and not checkpointed() else None
 
 

@@ -68,8 +68,9 @@ def assert_all_ran(model: nn.Module) -> None:
     """No call of a layer went leaf by leaf, nor one of a module outside of layers."""
     assert plans_of(model)
     # where layers are checkpointed, transformers puts a hook on the embedding
+    hooked = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
     reasons = {plans.why for plans in plans_of(model, Role.MODULE)}
-    assert reasons <= {"", "a module in it has hooks or a forward of its own"}
+    assert reasons <= {"", *["a module in it has hooks or a forward of its own"] * hooked}
     assert [(plans.calls > 0, plans.why) for plans in plans_of(model)] == [(True, "")] * len(plans_of(model))
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import FSMTForConditionalGeneration
 
 from hf_actcompress import CompressionConfig, patch_model, patch_report, unpatch_model
 from hf_actcompress.layers import outside_of, units_of
@@ -27,6 +28,7 @@ from tests.layers.plans import (
     plans_of,
 )
 from tests.oracle import kept_bytes as kept_by
+from tests.sweep.configs import tiny_config
 
 FOUND = {
     "bert": ["bert.embeddings", "cls.predictions.transform"],
@@ -65,6 +67,16 @@ def test_which_they_are(name: str) -> None:
     assert roles == FOUND[name]
     unpatch_model(model)
     assert plans_of(model, Role.MODULE) == []
+
+
+def test_blocks_that_transformers_does_not_checkpoint() -> None:
+    """FSMT's layers stand in lists and are of no class of transformers'. The encoder around them is none to patch."""
+    config = tiny_config("fsmt")
+    model = FSMTForConditionalGeneration(config)
+    before = units_of(model, everywhere=True)
+    patch_model(model, PLANS)
+    assert units_of(model, everywhere=True) == before and len(before) == 4
+    assert names_outside(model) == []
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -234,6 +234,25 @@ def test_what_a_loss_outside_keeps(name: str) -> None:
     # a function of each logit has a derivative for which the product runs again
     capped = deferred_linear(*tensors[:3], keep_logits=False) * 0.5
     assert held_bytes(lambda: OUTSIDE[name](returned_logits(capped), tensors[-1])) < size  # type: ignore[arg-type]
+    # hooks would not get them
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
+        assert held_bytes(lambda: OUTSIDE[name](_returned(tensors), tensors[-1])) < size
+
+
+@pytest.mark.parametrize("trained", (True, False), ids=("trained", "frozen"))
+@pytest.mark.parametrize("vocabulary", LARGE)
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_a_loss_outside_is_exact_at_large_vocabularies(name: str, vocabulary: int, trained: bool) -> None:
+    needs = (True, trained, trained)
+    batches = [problem(K, needs, torch.bfloat16, d=32, v=vocabulary) for _ in range(LARGE[-1] // vocabulary)]
+
+    def found(tensors: Any, ours: bool) -> list[Tensor]:
+        logits = _returned(tensors) if ours else F.linear(*tensors[:3])
+        wanted = [x for x in tensors if x.requires_grad]
+        return list(torch.autograd.grad(OUTSIDE[name](logits, tensors[-1]), wanted))
+
+    sides = (True, batches), (False, batches), (False, list(map(wide, batches)))
+    assert_within_law(*(_stacked(found(batch, ours) for batch in side) for ours, side in sides))
 
 
 def test_values_that_are_written_on_are_not_those_of_backward() -> None:
@@ -241,6 +260,6 @@ def test_values_that_are_written_on_are_not_those_of_backward() -> None:
     logits = _returned(tensors)
     loss = _smoothed(logits, tensors[-1])
     plain(logits).detach().zero_()
-    found = torch.autograd.grad(loss, tensors[:3])
-    expected = torch.autograd.grad(_smoothed(F.linear(*tensors[:3]), tensors[-1]), tensors[:3])
-    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(found, expected, strict=True))
+    sides = (tensors, wide(tensors))
+    expected = [torch.autograd.grad(_smoothed(F.linear(*of[:3]), of[-1]), of[:3]) for of in sides]
+    assert_within_law(torch.autograd.grad(loss, tensors[:3]), *expected)
