@@ -1,4 +1,4 @@
-"""Which modules of a model run by plans: layers of transformers' models, and blocks of a stack in other models."""
+"""Which modules of a model run by plans: layers, blocks of a stack in other models, and modules outside of both."""
 
 from __future__ import annotations
 
