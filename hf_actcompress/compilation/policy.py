@@ -34,10 +34,10 @@ _LARGE = 16
 # ops that are pointwise, reductions or compositions of these, and are missing in torch's own list
 _CHEAP = {
     "_fused_rms_norm", "_log_softmax", "_prelu_kernel", "_safe_softmax", "_softmax", "_weight_norm_interface",
-    "avg_pool2d", "cat", "constant_pad_nd", "copy", "cumsum", "empty", "flip", "glu", "hardswish", "index_copy",
-    "index_put", "inductor_random", "log_sigmoid_forward", "max_pool2d_with_indices", "native_group_norm",
-    "native_layer_norm", "repeat", "roll", "scatter", "select_scatter", "slice_scatter", "stack", "tril", "triu",
-    "upsample_nearest2d",
+    "avg_pool2d", "cat", "constant_pad_nd", "copy", "cumsum", "empty", "flip", "glu", "grid_sampler_2d", "hardswish",
+    "index_copy", "index_put", "inductor_random", "log_sigmoid_forward", "max_pool2d_with_indices",
+    "native_group_norm", "native_layer_norm", "repeat", "roll", "scatter", "select_scatter", "slice_scatter", "stack",
+    "tril", "triu", "upsample_nearest2d",
 }  # fmt: skip
 # ops that compilers fuse as pointwise ones, although they have no tag
 _FUSED = {"cat", "constant_pad_nd", "convert_element_type", "inductor_random", "embedding", "expand", "iota", "full"}

@@ -18,7 +18,6 @@ from torch.fx import Graph, GraphModule, Interpreter, Node, traceback
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 from torch.fx.graph import CodeGen
-from torch.fx.node import map_arg
 from torch.overrides import TorchFunctionMode
 
 from ..compilation import is_traced, traced_plan
@@ -31,10 +30,10 @@ from ..reference.other_generators import OtherGenerators
 from .draws import DROPOUTS
 from .redraw import has_unread_draws, split_draws
 from .replaced import PRODUCTS, Replaced
+from .tidied import name_placeholders, once_each_size, without_copies, without_examples
+from .values import Reading, may_be_read
 
 aten = torch.ops.aten
-# nodes that are the same tensor as their input
-_SAME = {aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default}
 # the name of an annotation: the module whose forward runs
 _MODULE = "actcompress_module"
 # that of a copy that a cache makes
@@ -69,6 +68,7 @@ class Joint:
         parameters: How many of the first inputs are weights.
         ungraded: The outputs that have no gradient, by place.
         selective: Whether products of activations are recomputed in backward.
+        read: The inputs, by place, whose numbers the code has read. The graph is for these numbers.
     """
 
     module: GraphModule
@@ -78,6 +78,7 @@ class Joint:
     parameters: int
     ungraded: tuple[int, ...]
     selective: bool = True
+    read: frozenset[int] = frozenset()
 
     @property
     def outputs(self) -> int:
@@ -102,7 +103,8 @@ def trace(
 
     Args:
         call: Takes tensors without data in the place of `inputs`, and returns all tensors that the module returns.
-        inputs: The weights and what is given. Only their shapes, dtypes, devices and wishes for a gradient are read.
+        inputs: The weights and what is given. Only their shapes, dtypes, devices and wishes for a gradient are read;
+            and of small integers the numbers, if the code does so.
         parameters: How many of them, the first ones, are weights, whose sizes never change.
         free: Which dimensions of the others may have any size, up to guards in `mode.shape_env`.
         held: The storages of tensors that modules hold as plain attributes.
@@ -115,7 +117,7 @@ def trace(
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=symbols)
     mode.cache_enabled = symbols is None
     fake = [_fake(mode, x, free[i - parameters] if free and i >= parameters else ()) for i, x in enumerate(inputs)]
-    joint = _Joint(call, [x.requires_grad for x in inputs], DROPOUTS if symbols is None else {**DROPOUTS, **PRODUCTS})
+    joint = _Joint(call, inputs, DROPOUTS if symbols is None else {**DROPOUTS, **PRODUCTS})
     generators = OtherGenerators()
     try:
         # the call itself says under which autocast it runs; its backward runs without
@@ -131,30 +133,33 @@ def trace(
     if not generators.are_as_they_were():
         generators.restore()
         raise NotTraced("its code draws numbers from numpy or Python's random")
-    _name_placeholders(module.graph, len(fake))
+    name_placeholders(module.graph, len(fake))
     _note_modules(module.graph)
-    _without_copies(module.graph)
-    _without_examples(module.graph)
-    _once_each_size(module.graph)
+    without_copies(module.graph)
+    without_examples(module.graph)
+    once_each_size(module.graph)
     if has_unread_draws(module.graph):
         raise NotTraced("its code draws numbers that it does not use")
     split_draws(module.graph, attention)
     _refuse(module, held)
-    return Joint(module, fake, joint.tangents, mode, parameters, tuple(joint.ungraded))
+    return Joint(module, fake, joint.tangents, mode, parameters, tuple(joint.ungraded), read=frozenset(joint.read))
 
 
 class _Joint:
     """The function that is traced: inputs -> (outputs, gradients of inputs, gradients of outputs)."""
 
-    def __init__(self, call: Call, needed: list[bool], replaced: Mapping[Any, Any]) -> None:
-        self._call, self._needed, self._replaced = call, needed, replaced
+    def __init__(self, call: Call, real: Sequence[Tensor], replaced: Mapping[Any, Any]) -> None:
+        self._call, self._real, self._replaced = call, real, replaced
         self.tangents: list[Tensor] = []
         self.ungraded: list[int] = []
+        self.read: set[int] = set()
 
     def __call__(self, inputs: list[Tensor]) -> list[Any]:
-        given = [x.detach().requires_grad_(needed) for x, needed in zip(inputs, self._needed, strict=True)]
-        with torch.enable_grad(), Replaced(self._replaced), _Few():
+        given = [x.detach().requires_grad_(real.requires_grad) for x, real in zip(inputs, self._real, strict=True)]
+        reading = Reading({i: (given[i], real) for i, real in enumerate(self._real) if may_be_read(real)})
+        with torch.enable_grad(), Replaced(self._replaced), _Few(), reading:
             outputs = self._call(given)
+        self.read = reading.read
         # what shapes they have is known only now; they become inputs of the graph
         self.tangents = [torch.empty_like(y, memory_format=torch.contiguous_format) for y in outputs]
         self.ungraded = [i for i, y in enumerate(outputs) if not y.requires_grad]
@@ -231,50 +236,6 @@ def _note_modules(graph: Graph) -> None:
             # a fused attention gives the same numbers wherever they lie
             node.target = aten.alias.default
             node.args, node.kwargs = node.args[:1], {}
-
-
-def _name_placeholders(graph: Graph, inputs: int) -> None:
-    """Name them as torch's partitioner asks for."""
-    for i, node in enumerate([node for node in graph.nodes if node.op == "placeholder"]):
-        node.target = f"primals_{i + 1}" if i < inputs else f"tangents_{i - inputs + 1}"
-        node.name = node.target
-
-
-def _without_copies(graph: Graph) -> None:
-    for node in list(graph.nodes):
-        if node.target in _SAME:
-            node.replace_all_uses_with(node.args[0])
-            graph.erase_node(node)
-
-
-def _without_examples(graph: Graph) -> None:
-    """Replace `x.new_empty(size)` by `torch.empty(size)`, so that x need not be kept for it."""
-    for node in list(graph.nodes):
-        if node.target is aten.new_empty.default:
-            value = node.meta["val"]
-            node.target, node.args = aten.empty.memory_format, node.args[1:]
-            node.kwargs = {"dtype": value.dtype, "device": value.device}
-
-
-def _once_each_size(graph: Graph) -> None:
-    """Let each size be computed once: in a graph for any sizes, several tensors have the same one. A size that later
-    code has turned out to need, such as the width, is a number.
-    """
-    first: dict[str, Node] = {}
-    for node in list(graph.nodes):
-        value = node.meta.get("val")
-        if node.op == "call_function" and isinstance(value, torch.SymInt):
-            size = value.node.expr
-            same: Any = int(size) if size.is_number else first.setdefault(str(size), node)
-            if same is not node:
-                _replace(node, same)
-                graph.erase_node(node)
-
-
-def _replace(node: Node, by: Any) -> None:
-    """Let all that read a node read another one, or a number."""
-    for user in list(node.users):
-        user.args, user.kwargs = map_arg((user.args, user.kwargs), lambda x: by if x is node else x)
 
 
 def _refuse(module: GraphModule, held: AbstractSet[int]) -> None:

@@ -176,21 +176,23 @@ class PlannedLayer:
     def _learned(self, layer: nn.Module, state: State, given: CallArguments, key: list[Any]) -> Known:
         """The plan for a call of new sizes: one that serves any sizes, from the second sizes on."""
         alike = (*map(frozen, key[:-1]), *((x.dim(), layout(x), x.dtype, x.requires_grad) for x in given.tensors))
-        others: list[Known] = state.known.setdefault(alike, [])
-        for known in others:
+        # code that reads numbers has a graph for each of them
+        read = state.read(given)
+        others: list[Known] = state.known.setdefault(("reading", given.form) if read else alike, [])
+        for known in others if not read else ():
             if known.sizes is not None and known.sizes.allow(given.tensors):
                 return known
         failed = [known for known in others if isinstance(known.plan, str)]
         if sum(1.0 if not known.passing else _WITH_CACHE for known in failed) >= _TRIES:
             return failed[-1]
         if sum(map(_effort, others)) >= _MOST_NODES:
-            return Known("its code makes other graphs for other sizes, and there are many already")
+            return Known("its code makes other graphs for other sizes or numbers, and there are many already")
         differing = self.store.differing(state.base, state.attributes) - state.kind.branched
         seen = state.looked_at(given)
         arguments = {(ARGUMENT, str(i)) for i in range(len(given.integers)) if i not in seen}
         whole = key[2] is type(None)
         batches = self.store.batches and whole and len(others) == 1
-        free = None if whole and not others else _free(given, batches)
+        free = None if read or (whole and not others) else _free(given, batches)
         setting = TraceSetting(key[0], key[1], free, None if whole else key[2], tiles=key[3])
         known, looked = learn(layer, given, setting, differing | arguments)
         if looked:
@@ -199,6 +201,9 @@ class PlannedLayer:
             state.looked_at(given).update(seen, (int(number) for _, number in looked & arguments))
         else:
             others.append(known)
+        if known.read:
+            state.kind.reads = True
+            read |= known.read
         return known
 
     def _run(
@@ -249,8 +254,8 @@ def _free(given: CallArguments, batches: bool) -> list[range]:
 
 
 def _effort(known: Known) -> int:
-    """How long the graph for any sizes is that was traced; 0 if there is none."""
-    if known.sizes is None or not isinstance(known.plan, LayerPlan):
+    """How long the graph is that was traced for any sizes, or for some numbers; 0 if there is none."""
+    if (known.sizes is None and not known.read) or not isinstance(known.plan, LayerPlan):
         return 0
     return len(known.plan.halves.forward.graph.nodes) + len(known.plan.halves.backward.graph.nodes)
 

@@ -12,6 +12,7 @@ from torch import nn
 
 from ..graphs.checkpointed import recompute_of
 from ..graphs.plan import LayerPlan
+from ..graphs.values import may_be_read, numbers_in
 from ..modules.checkpoint import KeptInput
 from ..modules.tiled import has_many_rows
 from .given import CallArguments
@@ -44,6 +45,11 @@ class State:
         found: set[int] = self.known.setdefault(("looked at", given.form), set())
         return found
 
+    def read(self, given: CallArguments) -> set[int]:
+        """The weights and tensors, by place, in which the layer's code has read numbers in calls of that form."""
+        found: set[int] = self.known.setdefault(("read", given.form), set())
+        return found
+
     def key(
         self,
         given: CallArguments,
@@ -59,8 +65,13 @@ class State:
             x.device, given.form,
             list(map(_of_weight, weights)),
             [given.integers[i] for i in sorted(self.looked_at(given))] if given.integers else [],
+            self._numbers([*weights, *given.tensors], self.read(given)) if self.kind.reads else [],
             [(y.shape, y.stride(), y.dtype, y.requires_grad) for y in given.tensors],
         ]  # fmt: skip
+
+    @staticmethod
+    def _numbers(inputs: list[Any], read: set[int]) -> list[Hashable]:
+        return [numbers_in(inputs[i]) if may_be_read(inputs[i]) else None for i in sorted(read)]
 
     def use(self, layer: nn.Module, known: Known, plan: LayerPlan, keeps: KeptInput | None, real: bool) -> Use:
         """How the layer runs a plan, with data (`real`) or with tensors without data."""

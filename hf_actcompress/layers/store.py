@@ -54,6 +54,7 @@ class Known:
         passing: Whether there is none because a cache is filled, which later calls of the form may not have.
         calls: What it calls of which no tracer sees the inside: attention, quantised linear layers, MLPs in tiles; and
             BatchNorms, which count batches.
+        read: The weights and tensors, by place, for whose numbers alone it is.
         slots: Where it puts keys and values. The index in each may be the place of one: a module's path and an
             attribute.
     """
@@ -64,6 +65,7 @@ class Known:
     sizes: Sizes | None = None
     calls: tuple[layer_calls.LayerCall, ...] = ()
     passing: bool = False
+    read: frozenset[int] = frozenset()
 
 
 @dataclass
@@ -72,9 +74,11 @@ class Kind:
 
     Attributes:
         branched: The attributes, by module and name, that differ between layers and that the code looked at.
+        reads: Whether the code has read numbers in tensors.
     """
 
     branched: set[tuple[str, str]] = field(default_factory=set)
+    reads: bool = False
     # by the attributes that the code looked at, or that all layers share: what is known of each call
     known: dict[Hashable, dict[Hashable, Any]] = field(default_factory=dict)
 
@@ -208,18 +212,19 @@ def _learn(
 
     inputs = [*snapshot.tensors, *given.tensors]
     others: dict[str, Sequence[Any]] = {"mask": given.masks, "integer": integers}
-    settings: Any = settings_of(layer)
-    rules = left_to_a_compiler(settings.compile), traced_in_tiles(setting.tiles)
+    own: Any = settings_of(layer)
+    rules = left_to_a_compiler(own.compile), traced_in_tiles(setting.tiles)
     with foreign_functions_are_nodes(), rules[0], rules[1], layer_calls.traced_calls(others) as made:
         joint = trace(call, inputs, weights, setting.free, _held(layer), setting.again == Recompute.ALL)
-    joint.selective = settings.selective
+    joint.selective = own.selective
     _refuse_again(made, setting.again)
     returned[0].forget()
     slots = tuple(slot._replace(index=_place(slot.index, noted)) for slot, _ in updates)
     sizes = None if setting.free is None else Sizes(joint)
-    rows = None if setting.left_out is None else TokenSizes(joint, setting.left_out is Padding)
-    plan = _made(joint, inputs, setting.again, _others(layer), rows)
-    return Known(plan, returned[0], slots, sizes, tuple(made)), {place for place, one in noted.items() if one.used}
+    plan = _made(joint, inputs, setting, _others(layer))
+    return Known(plan, returned[0], slots, sizes, tuple(made), read=joint.read), {
+        place for place, one in noted.items() if one.used
+    }
 
 
 def _refuse_again(calls: Sequence[layer_calls.LayerCall], again: Recompute) -> None:
@@ -256,12 +261,11 @@ def _others(layer: nn.Module) -> Others | None:
     return Others(frozenset(inputs), frozenset(rest), attention=settings_of(layer).codec != IDENTITY)  # type: ignore[union-attr]
 
 
-def _made(
-    joint: Joint, inputs: list[Tensor], again: Recompute, others: Others | None, rows: TokenSizes | None
-) -> LayerPlan:
+def _made(joint: Joint, inputs: list[Tensor], setting: TraceSetting, others: Others | None) -> LayerPlan:
     """The plan of a joint graph, tried once. Whatever goes wrong: the layer runs module by module."""
+    rows = None if setting.left_out is None else TokenSizes(joint, setting.left_out is Padding)
     try:
-        plan = make_plan(joint, again, others, rows)
+        plan = make_plan(joint, setting.again, others, rows)
         with traced_plan():
             try_plan(plan, joint, inputs)
     except NotTraced:

@@ -11,7 +11,7 @@ A PreTrainedModel's class must stay (output capture is keyed by it), so the forw
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import CodeType
@@ -82,8 +82,6 @@ class PatchedForward:
         # how many training forwards there were, and whether this one measures bits
         self._forwards, self._measuring = 0, False
         self._known: _Structure | None = None
-        # which joined tensors of the model can be recomputed
-        self._joins: dict[Hashable, bool] = {}
         self.note_structure()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -174,7 +172,7 @@ class PatchedForward:
         # nodes do not show what a hook has written, so nothing is recomputed from what they keep
         on = not seen and not transforms_or_export() and self.config.net and self.config.derive_linear
         other = CODECS[self.config.other].drawing_from(self.generators)
-        net = netted(other, self._joins) if on else nullcontext()
+        net = netted(other) if on else nullcontext()
         choice = choice_of_call(self.model, stock, args, kwargs, self.config)
         with frame(), dropping(rows), choosing(choice), ModuleHooks(self._hook_places, seen, self).on(), net:
             yield

@@ -63,11 +63,6 @@ def next_sequence_number() -> int:
     return torch._C._autograd._get_sequence_nr()
 
 
-def output_metadata(node: Any, number: int) -> Any:
-    """The `shape`, `dtype` and `device` of an output of an autograd node."""
-    return node._input_metadata[number]
-
-
 def tensors_holding(storage: int) -> int:
     """How many tensors hold the memory of a storage, which is given by its ``_cdata``."""
     return torch._C._storage_Use_Count(storage) - _counted_beside_tensors()

@@ -32,28 +32,8 @@ PRIVATE_APIS: tuple[PrivateAPI, ...] = (
     PrivateAPI("torch.ones(1)._post_accumulate_grad_hooks", _T, "who uses a gradient as soon as it is there"),
     PrivateAPI("torch._C._autograd._get_sequence_nr", _T, "which node saves a tensor"),
     PrivateAPI("torch.ones(1, requires_grad=True).exp().grad_fn._sequence_nr", _T, "which node made a tensor"),
-    PrivateAPI("torch.ones(1, 1, requires_grad=True).transpose(0, 1).grad_fn._saved_dim0", _T, "which dimensions a "
-               "transposition exchanges"),
-    PrivateAPI("torch.ones(1, 1, requires_grad=True).transpose(0, 1).grad_fn._saved_dim1", _T, "the same"),
-    PrivateAPI("torch.cat([torch.ones(1, requires_grad=True)]).grad_fn._saved_dim", _T, "along which dimension"),
-    PrivateAPI("torch.ones(1, 1, requires_grad=True).permute(1, 0).grad_fn._saved_dims", _T, "in which order"),
-    PrivateAPI("torch.add(torch.ones(1, requires_grad=True), 1).grad_fn._saved_alpha", _T, "a sum without a factor"),
-    PrivateAPI("torch.ones(1, 1, requires_grad=True).exp().grad_fn._input_metadata", _T, "which shape an output has"),
-    PrivateAPI("torch.ones(1, 1, requires_grad=True).select(0, 0).grad_fn._saved_index", _T, "which row was taken"),
-    PrivateAPI("torch.ones(1, 1, requires_grad=True)[:1].grad_fn._saved_start", _T, "which rows were taken"),
-    PrivateAPI("torch.ones(1, 1, requires_grad=True)[:1].grad_fn._saved_end", _T, "the same"),
-    PrivateAPI("torch.ones(1, 1, requires_grad=True)[:1].grad_fn._saved_step", _T, "the same"),
-    PrivateAPI("torch.ones(1, 1, requires_grad=True).split(1)[0].grad_fn._saved_split_size", _T, "the same"),
-    PrivateAPI("torch.ones(1, 1, requires_grad=True).split([1])[0].grad_fn._saved_split_sizes", _T, "the same"),
-    PrivateAPI("torch.ones(1, 1, requires_grad=True).repeat(1, 1).grad_fn._saved_repeats", _T, "how often"),
-    PrivateAPI("torch.ones(1, 1, requires_grad=True).mul(2).grad_fn._raw_saved_other.unpack_hook", _T,
-               "the factor of a product"),
-    PrivateAPI("torch.nn.functional.pad(torch.ones(1, 1, requires_grad=True), (0, 1)).grad_fn._saved_pad", _T, "what "
-               "was added to each side"),
-    PrivateAPI("torch.ones(1, requires_grad=True)[torch.zeros(1, dtype=int)].grad_fn._raw_saved_indices", _T,
-               "which rows were taken"),
-    PrivateAPI("torch.max_pool2d(torch.ones(1, 1, 1, requires_grad=True), 1).grad_fn._saved_stride", _T, "pooled maps "
-               "that are smaller than what they are made of"),
+    PrivateAPI("torch.nn.functional.glu(torch.ones(2, requires_grad=True)).grad_fn._saved_dim", _T, "what a pointwise "
+               "node has computed its output with"),
     PrivateAPI("torch._C._autograd._unsafe_set_version_counter", _T, "adapters of experts are "
                "registered and write nothing"),
     PrivateAPI("torch._C._autograd._saved_tensors_hooks_is_enabled", _T, "saved-tensor hooks may be installed"),
@@ -78,7 +58,6 @@ PRIVATE_APIS: tuple[PrivateAPI, ...] = (
     PrivateAPI("torch.ops.aten._unsafe_view", _T, "the same memory as a tensor that is no view"),
     PrivateAPI("torch.zeros(1).untyped_storage()._cdata", _T, "the identity of a storage, also of fake tensors"),
     PrivateAPI("torch._C._storage_Use_Count", _T, "whether anybody holds more of a tensor than the part that is kept"),
-    PrivateAPI("torch._weight_norm_interface", _T, "the weight of a weight norm, computed again"),
     PrivateAPI("torch.nn.functional._max_pool2d", _T, "whose indices are saved"),
     PrivateAPI("torch.zeros(1).to_sparse()._indices", _T, "the memory of a sparse tensor, also if not coalesced"),
     PrivateAPI("torch.zeros(1).to_sparse()._values", _T, "the memory of a sparse tensor, also if not coalesced"),

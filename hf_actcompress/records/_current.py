@@ -21,20 +21,10 @@ class Netting:
 
     hooks: Any
     outside: Hooks | None
-    # the registry's entries of what nodes have made (`entry.Noted`); None if nobody asks for them
-    declared: Any = None
 
     def makes(self, x: Tensor) -> bool:
         """Whether x, which is saved next, is recomputed and not kept."""
-        raise NotImplementedError
-
-    def is_made(self, x: Tensor) -> bool:
-        """Whether x, which has been saved, is recomputed and not kept."""
-        raise NotImplementedError
-
-    def saved_by(self, node: Any) -> list[Held]:
-        """What autograd holds for a node's saved tensors."""
-        raise NotImplementedError
+        return False
 
     def is_innermost(self) -> bool:
         """Whether no other hooks have been installed since, such as those of a checkpointed region."""
@@ -94,8 +84,6 @@ class _Current(threading.local):
         self.net: Netting | None = None
         self.call: Calling | None = None
         self.watcher: Watching | None = None
-        # what the op that runs has declared, with the registry's entries; None outside of such ops
-        self.declared: list[tuple[Tensor, Any]] | None = None
         # patched modules run their stock code, because what they would save is gone when this block ends
         self.stock_only = False
         # the hooks of the modules of the forward in progress; None outside of one

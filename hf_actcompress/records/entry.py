@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from .held import Made, check_versions
-from .record import Derived, Recipe, Record, parts, versions
+from .held import check_versions
+from .record import Derived, Recipe, Record, versions
 from .views import dense, extent, viewed
 
 
@@ -34,14 +33,6 @@ class Entry:
         self.record = record
         self.shape, self.stride = x.shape, x.stride()
         self.versions = [] if record is None else versions(record)
-
-    def record_as(self, shape: torch.Size, stride: tuple[int, ...]) -> Record | None:
-        """The record of this tensor, which has or had that shape; None if a source was modified since."""
-        if self.record is None or self.versions != versions(self.record):
-            return None
-        if shape == self.shape and stride == self.stride:
-            return self.record
-        return Derived(Recipe(partial(viewed, shape=shape, stride=stride)), (self.record,))
 
     def seen_as(self, x: Tensor) -> Record | None:
         """The record as x sees the data: as many elements from the same offset on, perhaps in another shape or order.
@@ -83,62 +74,3 @@ class Entry:
 def _as_it_is(x: Tensor, version: int, *_: Tensor) -> Tensor:
     check_versions((x,), (version,))
     return x
-
-
-class Noted:
-    """Entries by the nodes that made their tensors. Of an output that is gone, if ops keep its sources anyway.
-
-    Args:
-        holds: Whether it may hold the tensors from which these are made.
-    """
-
-    def __init__(self, holds: bool) -> None:
-        self._holds = holds
-        # of each output: its entry, or a weak reference to it, or what is held for it; a weak reference to the output;
-        # its shape, its strides and its version
-        self._notes: dict[tuple[int, int], tuple[Any, Any, torch.Size, tuple[int, ...], int]] = {}
-        # ids of what the entries are made of that are held
-        self._held: set[int] = set()
-
-    def note(
-        self,
-        y: Any,
-        entry: Entry,
-        kept: Iterable[Tensor | None] = (),
-        held: Callable[[Record], Made | None] = lambda record: None,
-    ) -> None:
-        """Note the entry of y, the output of an op.
-
-        Args:
-            y: The output.
-            entry: Its entry.
-            kept: The tensors that the op keeps for its backward as they are.
-            held: What is held for y, if all that y's record needs is held for the op's backward in some way.
-        """
-        if y.grad_fn is None:
-            return
-        known: Any = weakref.ref(entry)
-        if self._holds and entry.record is not None:
-            sources = {*map(id, parts(entry.record))} - self._held
-            if sources <= {*map(id, kept)}:
-                known = entry
-                self._held |= sources
-            elif (entry.shape, entry.stride) == (y.shape, y.stride()):
-                known = held(entry.record) or known
-        self._notes[y.grad_fn._sequence_nr(), y.output_nr] = known, entry.tensor, y.shape, y.stride(), y._version
-
-    def record(self, node: Any, number: int) -> Record | Made | None:
-        """The record of the output of a node with that number, or what is held for it; None if there is neither."""
-        note = self._notes.get((node._sequence_nr(), number))
-        if note is None:
-            return None
-        known, of, shape, stride, version = note
-        entry = known() if isinstance(known, weakref.ref) else known
-        if entry is None or ((y := of()) is not None and y._version != version):
-            return None
-        return entry if isinstance(entry, Made) else entry.record_as(shape, stride)
-
-    def clear(self) -> None:
-        """Forget all entries."""
-        self._notes.clear()
-        self._held.clear()

@@ -7,34 +7,38 @@ saves.
 from __future__ import annotations
 
 import sys
+from functools import partial
 
 import torch
 import torch.utils.checkpoint
 from torch import Tensor
 
+from ..reference.bits import pack_mask, unpack_mask
+from .record import Derived, Recipe, stored_exact
+
 _DROPOUT = torch.nn.functional.dropout.__code__
 _MAX_POOL = torch.nn.functional._max_pool2d.__code__  # type: ignore[attr-defined]
 
 
-def dropout_of_mask(x: Tensor, frames: int) -> tuple[Tensor, float] | None:
-    """The input and the rate of the `torch.nn.functional.dropout` that saves x as its mask now; None if none does."""
+def smaller_record(x: Tensor, frames: int) -> Derived | None:
+    """The record of x in fewer bytes, if a known function of torch saves x now; None for all other tensors.
+
+    It knows the mask of a dropout, which is stored as bits, and the indices of a max-pooling of images, which are
+    stored in a narrower integer type.
+    """
     frame = sys._getframe(frames + 1)
+    if frame.f_code is _MAX_POOL and x.dtype == torch.int64:
+        # each index is that of a pixel in its image
+        height, width = frame.f_locals["input"].shape[-2:]
+        narrow = x.to(torch.int16 if height * width <= 2**15 else torch.int32)
+        return Derived(Recipe(torch.Tensor.long), (stored_exact(narrow),))
     if frame.f_code is not _DROPOUT or x.grad_fn is not None or not x.is_contiguous():
         return None
     given, p = frame.f_locals["input"], frame.f_locals["p"]
-    return None if x.shape != given.shape or p >= 1 else (given, p)
-
-
-def narrow_indices(x: Tensor, frames: int) -> Tensor | None:
-    """The indices x, in a narrower integer type, if a max-pooling of images saves them now; None for other tensors."""
-    if x.dtype != torch.int64:
+    if x.shape != given.shape or p >= 1:
         return None
-    frame = sys._getframe(frames + 1)
-    if frame.f_code is not _MAX_POOL:
-        return None
-    # each index is that of a pixel in its image
-    height, width = frame.f_locals["input"].shape[-2:]
-    return x.to(torch.int16 if height * width <= 2**15 else torch.int32)
+    unpacked = partial(_unpacked, shape=x.shape, dtype=x.dtype, keep=1 - p)
+    return Derived(Recipe(unpacked), (stored_exact(pack_mask(x.bool())),))
 
 
 def is_saved_by_checkpointing(frames: int) -> bool:
@@ -43,6 +47,7 @@ def is_saved_by_checkpointing(frames: int) -> bool:
     return caller is not None and caller.f_code.co_filename == torch.utils.checkpoint.__file__
 
 
-def widened(x: Tensor) -> Tensor:
-    """Recompute function of indices that `narrow_indices` has stored in fewer bytes."""
-    return x.long()
+def _unpacked(bits: Tensor, shape: torch.Size, dtype: torch.dtype, keep: float) -> Tensor:
+    """Recompute function of a dropout's mask; on a CPU it is the numbers 0 and 1 / keep."""
+    mask = unpack_mask(bits, shape)
+    return mask if dtype == torch.bool else mask.to(dtype).div_(keep)

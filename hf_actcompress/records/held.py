@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor
 
-from ..reference.bits import unpack_mask
 from .outside import Hooks
 from .record import Recipe
 from .saving import Slot, count
@@ -35,35 +33,12 @@ class Made:
     Args:
         compute: Computes the tensor.
         sources: What it is computed from.
-        joined: Whether it counts in a chain of joined tensors (joined.py).
     """
 
-    __slots__ = ("__weakref__", "joined", "recipe", "sources")
+    __slots__ = ("__weakref__", "recipe", "sources")
 
-    def __init__(self, compute: Callable[..., Tensor], sources: Iterable[Held], joined: bool = False) -> None:
-        self.recipe, self.sources, self.joined = Recipe(compute), tuple(sources), joined
-
-
-class Mask:
-    """The mask of a dropout, stored as bits.
-
-    Args:
-        bits: The packed bits of the mask, with its shape.
-        dtype: bool, or the dtype of the numbers 0 and 1 / keep, by which a dropout on a CPU multiplies.
-        keep: The probability that an element is not dropped.
-        given: How the dropout's input can be had in backward, if that takes no further memory. The dropout's output
-            is then recomputed from this and the mask. None: the output cannot be recomputed.
-    """
-
-    __slots__ = ("__weakref__", "bits", "dtype", "given", "keep", "shape")
-
-    def __init__(self, bits: Kept, shape: torch.Size, dtype: torch.dtype, keep: float, given: Held | None) -> None:
-        self.bits, self.shape, self.dtype, self.keep, self.given = bits, shape, dtype, keep, given
-
-    def unpacked(self, bits: Tensor) -> Tensor:
-        """The mask as the dropout drew it."""
-        mask = unpack_mask(bits, self.shape)
-        return mask if self.dtype == torch.bool else mask.to(self.dtype).div_(self.keep)
+    def __init__(self, compute: Callable[..., Tensor], sources: Iterable[Held]) -> None:
+        self.recipe, self.sources = Recipe(compute), tuple(sources)
 
 
 class Again:
@@ -95,7 +70,7 @@ class Recalled(Protocol):
         ...
 
 
-Held = Kept | Made | Mask | Again
+Held = Kept | Made | Again
 
 
 def counted(held: Held) -> Held:
@@ -121,8 +96,6 @@ def value_of(held: Held, outside: Hooks | None) -> Tensor:
             check_versions((held.x,), (held.version,))
             return held.x
         return held.call.value(held.index, outside) if held.held is None else value_of(held.held, outside)
-    if isinstance(held, Mask):
-        return held.unpacked(value_of(held.bits, outside))
     tensors: tuple[Tensor, ...] = held.parts if outside is None else tuple(outside[1](part) for part in held.parts)
     if held.versions is not None:
         check_versions(tensors, held.versions)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
@@ -11,7 +12,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from ..codecs import Codec
 from ..private_apis import innermost_saved_tensor_hooks
 from .held import Kept, value_of
-from .joining import itself
 from .outside import hooks_outside, stands_before
 from .record import Stored
 from .saving import Leaves, slot_of_new
@@ -25,7 +25,10 @@ def kept_through(codec: Codec, x: Tensor) -> Iterator[None]:
     report) get the packed tensors.
     """
     outside = innermost_saved_tensor_hooks()
-    pack_outside = itself if outside is None else outside[0]
+
+    def pack_outside(x: Tensor) -> Any:
+        return x if outside is None else outside[0](x)
+
     # autograd holds the hooks as long as what they packed, so the hooks must not hold x
     packing = [x]
 

@@ -27,7 +27,7 @@ from ..compiling import is_compiling
 from ..errors import PaddingError
 from .guard import Guard
 from .outside import hooks_outside
-from .record import Derived, Pending, Recipe, Record, Stored, is_lossless, is_pending, stored_exact
+from .record import Derived, Pending, Recipe, Record, Stored, stored_exact
 from .repeated_rows import RepeatedRows, SharedRows
 
 _GRADIENT = "a gradient of magnitude {:.3g} reached a padding row, e.g. of a loss over all positions"
@@ -221,8 +221,3 @@ def is_dropped(record: Record) -> bool:
 def restores_rows(record: Record) -> bool:
     """Whether the record is that of rows, to which the others are added when it is read."""
     return isinstance(record, Derived) and isinstance(record.recipe.recompute, (RealRows, SharedRows))
-
-
-def keeps_nothing_new(record: Record) -> bool:
-    """Whether the record's value is recomputed bit by bit, from tensors alone that are kept already."""
-    return isinstance(record, Derived) and not (is_pending(record) or is_dropped(record)) and is_lossless(record)

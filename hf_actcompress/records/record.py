@@ -102,16 +102,6 @@ def versions(record: Record) -> list[int]:
     return found
 
 
-def parts(record: Record) -> list[object]:
-    """The tensors that the record is made of, and records that may be packed later."""
-    if not isinstance(record, Derived):
-        return [*record.tensors] if isinstance(record, Stored) else [record]
-    found: list[object] = []
-    for source in record.sources:
-        found += source.tensors if type(source) is Stored else parts(source)
-    return found
-
-
 def is_lossless(record: Record) -> bool:
     """Whether the record gives the activation back bit by bit."""
     if isinstance(record, Stored):

@@ -124,7 +124,7 @@ def declare(y: Tensor, recompute: Callable[..., Tensor], *sources: Record) -> No
 def declare_as(y: Tensor, record: Derived) -> None:
     """Say that y need not be kept: `record` rebuilds it, same shape, dtype, values. Ignored unless y is contiguous."""
     if y.is_contiguous():
-        _note(y, _insert(y, record))
+        _insert(y, record)
 
 
 def declare_in_order(y: Tensor, order: Tensor, recompute: Callable[..., Tensor], *sources: Record) -> None:
@@ -132,17 +132,6 @@ def declare_in_order(y: Tensor, order: Tensor, recompute: Callable[..., Tensor],
     entry = _insert(y, None) if order.is_contiguous() else None
     if entry is not None:
         entry.describe(order, Derived(Recipe(recompute), sources))
-        _note(y, entry)
-
-
-def _note(y: Tensor, entry: Entry | None) -> None:
-    """Tell the net what node makes y. An op of ours declares y before it has a node."""
-    if entry is None or current.net is None or current.net.declared is None:
-        return
-    if current.declared is not None:
-        current.declared.append((y, entry))
-    else:
-        current.net.declared.note(y, entry)
 
 
 def known_record(x: Tensor) -> Record | None:
@@ -160,13 +149,6 @@ def forget(x: Tensor) -> None:
     key = _key(x)
     for other in [] if key is None else [other for other in _state.entries if other[0] == key[0]]:
         _state.entries.pop(other).end(version=other[-1])
-
-
-def record_before_write(x: Tensor) -> Record | None:
-    """The record that x had before the last write to it in place; None if it had none."""
-    key = _key(x)
-    entry = None if key is None else _entries().get((*key[:-1], key[-1] - 1))
-    return None if entry is None or entry.tensor() is not x else entry.seen_as(x)
 
 
 def record_of(x: Tensor, codec: Codec = IDENTITY) -> Record:

@@ -10,7 +10,6 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from ._current import Netting, current
 from .held import check_versions
-from .joining import itself
 from .outside import Hooks, stands_before
 from .saving import own_tensors
 
@@ -30,7 +29,7 @@ class Replay(Netting):
         # whether a linear layer is running
         self._inside = False
         self._versions: list[int] = []
-        self.hooks = self._collect, itself
+        self.hooks = self._collect, _itself
 
     def linear(self, x: Tensor, compute: Callable[[], Tensor]) -> Tensor:
         """What this layer returned the first time; if that was not kept, it is recomputed."""
@@ -72,3 +71,7 @@ class Replay(Netting):
                 raise Done
         # an alias, because x itself holds the node that saves it
         return x.detach()
+
+
+def _itself(x: Tensor) -> Tensor:
+    return x

@@ -41,11 +41,6 @@ class _DerivedSlot(NamedTuple):
 Slot = _StoredSlot | _DerivedSlot
 
 
-def is_lossless_slot(slot: Slot) -> bool:
-    """Whether the slot gives its value back bit by bit."""
-    return slot.codec.lossless if isinstance(slot, _StoredSlot) else all(map(is_lossless_slot, slot.sources))
-
-
 class _OwnTensors(threading.local):
     """What the current op saves. Right after the op, autograd asks the net about each tensor, and the net looks here.
 

@@ -158,7 +158,7 @@ def test_the_net_knows_what_other_implementations_keep(implementation: str) -> N
         torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-7)
     bytes_kept = [kept_bytes(lambda model=model: model(**batch).loss) for model in (stock, ours)]
     weights = 2 * 24 * CHOICES * 3 * H * FFN * 4 if implementation == "batched_mm" else 0
-    assert bytes_kept[0] - bytes_kept[1] >= max(weights, 0.3 * bytes_kept[0])
+    assert bytes_kept[0] - bytes_kept[1] >= max(weights, 0.25 * bytes_kept[0])
 
 
 def test_frozen_experts_and_unpatching() -> None:

@@ -1,0 +1,116 @@
+"""Layers whose code reads numbers in tensors that it is given: each set of numbers has a graph."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers.models.mimi.configuration_mimi import MimiConfig
+from transformers.models.mimi.modeling_mimi import MimiEncoder
+from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLVisionConfig
+from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransformerPretrainedModel
+
+from hf_actcompress import patch_model
+from hf_actcompress.graphs.values import numbers_in
+from hf_actcompress.layers import layer as plans
+from tests.oracle import assert_equal_bits, kept_bytes
+
+SMALL = {
+    "depth": 2, "embed_dim": 32, "hidden_size": 32, "num_heads": 2, "patch_size": 4, "mlp_ratio": 2,
+    "hidden_act": "gelu",
+}  # fmt: skip
+# pictures by their heights and widths in patches: as many, fewer, the same again, and as many with other sizes
+BATCHES = [[(8, 8), (8, 8)], [(8, 4)], [(8, 8), (8, 8)], [(4, 4), (8, 8)], [(8, 8), (4, 4)], [(8, 12), (8, 4)]]
+
+
+def tower() -> nn.Module:
+    torch.manual_seed(0)
+    return Qwen2VisionTransformerPretrainedModel._from_config(Qwen2VLVisionConfig(**SMALL)).train()
+
+
+def loss(model: nn.Module, sizes: Sequence[tuple[int, int]]) -> Tensor:
+    grid = torch.tensor([(1, *size) for size in sizes])
+    count = int(grid.prod(-1).sum())
+    pixels = torch.randn(count, 3 * 2 * 16, generator=torch.Generator().manual_seed(count))
+    return model(pixels, grid)[0].square().sum()
+
+
+def gradients(model: nn.Module, sizes: Sequence[tuple[int, int]]) -> list[Tensor]:
+    model.zero_grad()
+    loss(model, sizes).backward()
+    return [p.grad for p in model.parameters() if p.grad is not None]
+
+
+def test_pictures_of_any_sizes() -> None:
+    """Attention inside of each picture: its code reads where the pictures begin."""
+    stock = tower()
+    ours = patch_model(copy.deepcopy(stock))
+    for sizes in BATCHES:
+        assert_equal_bits(gradients(ours, sizes), gradients(stock, sizes))
+    kept = [kept_bytes(lambda model=model: loss(model, BATCHES[0])) for model in (stock, ours)]
+    assert kept[1] < 0.6 * kept[0]
+    assert all(block.actcompress.plans.calls and not block.actcompress.plans.leaf_calls for block in ours.blocks)
+
+
+def test_many_numbers_run_module_by_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No end of graphs: each takes a trace, and memory."""
+    monkeypatch.setattr(plans, "_MOST_NODES", 1)
+    stock = tower()
+    ours = patch_model(copy.deepcopy(stock))
+    for sizes in BATCHES:
+        assert_equal_bits(gradients(ours, sizes), gradients(stock, sizes))
+    reasons = {module.actcompress.plans.why for module in ours.blocks}
+    assert reasons == {"its code makes other graphs for other sizes or numbers, and there are many already"}
+    assert all(module.actcompress.plans.calls for module in ours.blocks), "the first numbers keep their graph"
+
+
+def test_numbers_are_read_once_for_all_layers() -> None:
+    """Each reading waits for a GPU."""
+    reads = []
+
+    class Read(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            if func is torch.ops.aten._local_scalar_dense.default:
+                reads.append(args[0])
+            return func(*args, **(kwargs or {}))
+
+    x = torch.tensor([3, 5, 8])
+    assert numbers_in(x) == numbers_in(x) == (3, 5, 8)
+    x[1] = 6
+    assert numbers_in(x) == (3, 6, 8)
+    ours = patch_model(tower())
+    gradients(ours, BATCHES[0])
+    with Read():
+        loss(ours, BATCHES[0])
+    few = len(reads)
+    ours.blocks.extend(copy.deepcopy(block) for block in list(ours.blocks))
+    loss(ours, BATCHES[0])
+    reads.clear()
+    with Read():
+        loss(ours, BATCHES[0])
+    assert len(reads) == few
+
+
+def test_buffers_that_convolutions_read() -> None:
+    """Mimi's strides and paddings are buffers, from which its code computes how much to pad."""
+    torch.manual_seed(0)
+    config = MimiConfig(
+        hidden_size=32, num_filters=8, num_residual_layers=1, upsampling_ratios=[4, 2], codebook_size=16,
+        codebook_dim=16, vector_quantization_hidden_dimension=16, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, head_dim=16, intermediate_size=64, upsample_groups=32,
+    )  # fmt: skip
+    stock = MimiEncoder(config).train()
+    ours = patch_model(copy.deepcopy(stock))
+    for length in (64, 96, 128):
+        x = torch.randn(2, 1, length)
+        grads = []
+        for model in (stock, ours):
+            model.zero_grad()
+            model(x).square().sum().backward()
+            grads.append([p.grad for p in model.parameters()])
+        assert_equal_bits(*grads)
+    kept = [kept_bytes(lambda model=model: model(x).square().sum()) for model in (stock, ours)]
+    assert kept[1] < 0.8 * kept[0]
