@@ -52,6 +52,7 @@ class LayerPlan:
         packed: What goes through a codec.
         made: The outputs that are recomputed.
         ungraded: The outputs without a gradient.
+        written: The weights into which the last outputs are written, by place.
         code: Writes the backward.
         order: The weights whose gradients are done one after the other.
         halves: The graphs.
@@ -74,6 +75,7 @@ class LayerPlan:
     packed: tuple[Packed, ...]
     made: tuple[Recomputed, ...]
     ungraded: tuple[int, ...]
+    written: tuple[int, ...]
     code: BackwardCode
     order: tuple[tuple[int, ...], ...]
     halves: Halves
@@ -154,6 +156,7 @@ def make_plan(
         made=() if recomputes else _recomputed_outputs(halves, packed, joint.parameters),
         left_out=None if sizes is None else _left_out(halves, sizes, joint.parameters, outside, packed),
         ungraded=joint.ungraded,
+        written=joint.written,
         code=code,
         order=code.order(joint.parameters),
         halves=halves,

@@ -32,6 +32,7 @@ from .redraw import has_unread_draws, split_draws
 from .replaced import PRODUCTS, Replaced
 from .tidied import name_placeholders, once_each_size, without_copies, without_examples
 from .values import Reading, may_be_read
+from .writes import writes_as_outputs
 
 aten = torch.ops.aten
 # the name of an annotation: the module whose forward runs
@@ -69,6 +70,7 @@ class Joint:
         ungraded: The outputs that have no gradient, by place.
         selective: Whether products of activations are recomputed in backward.
         read: The inputs, by place, whose numbers the code has read. The graph is for these numbers.
+        written: The weights, by place, that the code writes. The last outputs are what it writes there.
     """
 
     module: GraphModule
@@ -79,6 +81,7 @@ class Joint:
     ungraded: tuple[int, ...]
     selective: bool = True
     read: frozenset[int] = frozenset()
+    written: tuple[int, ...] = ()
 
     @property
     def outputs(self) -> int:
@@ -126,6 +129,9 @@ def trace(
             _tangents_are_inputs(module.graph, len(joint.tangents))
             if any(map(is_written, module.graph.nodes)):
                 module = make_fx(_functional(module), _allow_non_fake_inputs=True)(fake, joint.tangents)
+                # inputs and outputs are flat lists, and of others than when it was traced
+                module.graph.set_codegen(CodeGen())
+                joint.written = writes_as_outputs(module.graph, parameters, joint.tangents)
     except (NotTraced, torch.OutOfMemoryError):
         raise
     except Exception as error:
@@ -142,7 +148,10 @@ def trace(
         raise NotTraced("its code draws numbers that it does not use")
     split_draws(module.graph, attention)
     _refuse(module, held)
-    return Joint(module, fake, joint.tangents, mode, parameters, tuple(joint.ungraded), read=frozenset(joint.read))
+    outputs = range(len(joint.tangents))
+    ungraded = (*joint.ungraded, *outputs[len(outputs) - len(joint.written) :])
+    read, written = frozenset(joint.read), tuple(joint.written)
+    return Joint(module, fake, joint.tangents, mode, parameters, ungraded, read=read, written=written)
 
 
 class _Joint:
@@ -153,6 +162,7 @@ class _Joint:
         self.tangents: list[Tensor] = []
         self.ungraded: list[int] = []
         self.read: set[int] = set()
+        self.written: list[int] = []
 
     def __call__(self, inputs: list[Tensor]) -> list[Any]:
         given = [x.detach().requires_grad_(real.requires_grad) for x, real in zip(inputs, self._real, strict=True)]

@@ -13,7 +13,7 @@ from ..models.arguments import is_cache, is_shared_dict
 from ..modules.base import PLAIN_TENSORS
 from ..ops import PackedMask
 
-_CONSTANTS = frozenset({bool, float, str, type(None), torch.dtype, torch.device})
+_CONSTANTS = frozenset({bool, float, str, type(None), torch.dtype, torch.device, torch.Size})
 
 
 class Unknown(Exception):

@@ -235,10 +235,10 @@ class PlannedLayer:
         assert known.returned is not None
         if heads is not None:
             made = tuple([y if i in plan.ungraded else let_go(heads, i, y) for i, y in enumerate(made)])
-        count = len(made)
+        count = len(made) - len(plan.written)
         if slots:
-            count -= sum(slot.size for slot in slots)
-            fill_slots(slots, given.caches, made[count:])
+            end, count = count, count - sum(slot.size for slot in slots)
+            fill_slots(slots, given.caches, made[count:end])
         return (known.returned.put_together(made[:count], [*given.tensors, *given.caches, *given.integers]),)
 
 

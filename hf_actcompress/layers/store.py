@@ -220,8 +220,7 @@ def _learn(
     _refuse_again(made, setting.again)
     returned[0].forget()
     slots = tuple(slot._replace(index=_place(slot.index, noted)) for slot, _ in updates)
-    sizes = None if setting.free is None else Sizes(joint)
-    plan = _made(joint, inputs, setting, _others(layer))
+    plan, sizes = _made(joint, inputs, setting, _others(layer)), None if setting.free is None else Sizes(joint)
     return Known(plan, returned[0], slots, sizes, tuple(made), read=joint.read), {
         place for place, one in noted.items() if one.used
     }
