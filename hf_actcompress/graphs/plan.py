@@ -23,6 +23,7 @@ from .backward import BackwardCode, Stops
 from .checkpointed import Recompute, checkpointed, is_of_attention
 from .code import forward_code
 from .divide import Halves, divide
+from .extra_outputs import ExtraOutputs
 from .keeping import Outside, opened
 from .ordering import lower_peak
 from .packing import Others, Packed, packed_in
@@ -52,7 +53,7 @@ class LayerPlan:
         packed: What goes through a codec.
         made: The outputs that are recomputed.
         ungraded: The outputs without a gradient.
-        written: The weights into which the last outputs are written, by place.
+        extra: What the last outputs are for, which the layer does not return.
         code: Writes the backward.
         order: The weights whose gradients are done one after the other.
         halves: The graphs.
@@ -75,7 +76,7 @@ class LayerPlan:
     packed: tuple[Packed, ...]
     made: tuple[Recomputed, ...]
     ungraded: tuple[int, ...]
-    written: tuple[int, ...]
+    extra: ExtraOutputs
     code: BackwardCode
     order: tuple[tuple[int, ...], ...]
     halves: Halves
@@ -130,10 +131,9 @@ def make_plan(
         sizes: Where the tokens are, if rows of some of them are left out.
     """
     readers = _readers(joint)
-    halves, recomputes = divide(joint), again != Recompute.NOTHING
-    halves = checkpointed(halves, again) if recomputes else halves
-    inputs = halves.inputs
-    known = {node: i for i, node in enumerate(inputs)}
+    recomputes = again != Recompute.NOTHING
+    halves = checkpointed(divide(joint), again) if recomputes else divide(joint)
+    inputs, known = halves.inputs, {node: i for i, node in enumerate(halves.inputs)}
     own_inputs(halves.backward.graph)
     lower_peak(halves.backward.graph, {x for x, of in halves.read.items() if of not in known} | halves.tangents.keys())
     repeats = _apart(halves, readers)
@@ -156,7 +156,7 @@ def make_plan(
         made=() if recomputes else _recomputed_outputs(halves, packed, joint.parameters),
         left_out=None if sizes is None else _left_out(halves, sizes, joint.parameters, outside, packed),
         ungraded=joint.ungraded,
-        written=joint.written,
+        extra=joint.extra,
         code=code,
         order=code.order(joint.parameters),
         halves=halves,

@@ -27,12 +27,13 @@ from ..ops.autocast import autocast_off
 from ..private_apis import FakeTensorMode
 from ..private_apis.graphs import without_logs_of_fakes
 from ..reference.other_generators import OtherGenerators
+from .batch_norms import updates_statistics
 from .draws import DROPOUTS
+from .extra_outputs import ExtraOutputs, writes_as_outputs
 from .redraw import has_unread_draws, split_draws
 from .replaced import PRODUCTS, Replaced
 from .tidied import name_placeholders, once_each_size, without_copies, without_examples
 from .values import Reading, may_be_read
-from .writes import writes_as_outputs
 
 aten = torch.ops.aten
 # the name of an annotation: the module whose forward runs
@@ -70,7 +71,7 @@ class Joint:
         ungraded: The outputs that have no gradient, by place.
         selective: Whether products of activations are recomputed in backward.
         read: The inputs, by place, whose numbers the code has read. The graph is for these numbers.
-        written: The weights, by place, that the code writes. The last outputs are what it writes there.
+        extra: What the last outputs are for.
     """
 
     module: GraphModule
@@ -81,7 +82,7 @@ class Joint:
     ungraded: tuple[int, ...]
     selective: bool = True
     read: frozenset[int] = frozenset()
-    written: tuple[int, ...] = ()
+    extra: ExtraOutputs = ExtraOutputs()
 
     @property
     def outputs(self) -> int:
@@ -148,10 +149,8 @@ def trace(
         raise NotTraced("its code draws numbers that it does not use")
     split_draws(module.graph, attention)
     _refuse(module, held)
-    outputs = range(len(joint.tangents))
-    ungraded = (*joint.ungraded, *outputs[len(outputs) - len(joint.written) :])
-    read, written = frozenset(joint.read), tuple(joint.written)
-    return Joint(module, fake, joint.tangents, mode, parameters, ungraded, read=read, written=written)
+    extra, read = joint.extra(module.graph), frozenset(joint.read)
+    return Joint(module, fake, joint.tangents, mode, parameters, tuple(joint.ungraded), read=read, extra=extra)
 
 
 class _Joint:
@@ -163,6 +162,7 @@ class _Joint:
         self.ungraded: list[int] = []
         self.read: set[int] = set()
         self.written: list[int] = []
+        self.checks: list[bool] = []
 
     def __call__(self, inputs: list[Tensor]) -> list[Any]:
         given = [x.detach().requires_grad_(real.requires_grad) for x, real in zip(inputs, self._real, strict=True)]
@@ -170,6 +170,8 @@ class _Joint:
         with torch.enable_grad(), Replaced(self._replaced), _Few(), reading:
             outputs = self._call(given)
         self.read = reading.read
+        self.checks = [assumed for _, assumed in reading.checks]
+        outputs = [*outputs, *(found for found, _ in reading.checks)]
         # what shapes they have is known only now; they become inputs of the graph
         self.tangents = [torch.empty_like(y, memory_format=torch.contiguous_format) for y in outputs]
         self.ungraded = [i for i, y in enumerate(outputs) if not y.requires_grad]
@@ -181,6 +183,14 @@ class _Joint:
         grads = iter(found)
         own = [next(grads) if x.requires_grad else None for x in given]
         return [*(y.detach() for y in outputs), *own, *self.tangents]
+
+    def extra(self, graph: Graph) -> ExtraOutputs:
+        """What the last outputs of the graph are for. Raises NotTraced for what cannot be undone after a check."""
+        if self.checks and (self.written or any(map(updates_statistics, graph.nodes))):
+            raise NotTraced("its code looks at what it computes, and writes into weights or buffers")
+        outputs = range(len(self.tangents))
+        self.ungraded += outputs[len(outputs) - len(self.written) :]
+        return ExtraOutputs(tuple(self.checks), tuple(self.written))
 
 
 def _tangents_are_inputs(graph: Graph, count: int) -> None:

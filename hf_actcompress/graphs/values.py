@@ -1,5 +1,8 @@
-"""The numbers in small integer tensors that a module's code reads while it is traced: where each picture of a batch
-begins, or the stride of a convolution that is a buffer. A graph holds for these numbers alone.
+"""What a module's code reads in tensors while it is traced.
+
+Of small integer tensors these are numbers: where each picture of a batch begins, or the stride of a convolution that is
+a buffer. A graph holds for these numbers alone. Of what the code computes these are checks, such as whether all of it
+is finite. A graph holds if each check turns out as it was assumed, and returns them.
 """
 
 from __future__ import annotations
@@ -18,6 +21,9 @@ from ..private_apis import FakeTensor, without_dispatch_modes
 # tensors with more elements are read by no code of a layer; each call would have to compare them
 _MOST = 4096
 _INTEGERS = frozenset({torch.int64, torch.int32})
+aten = torch.ops.aten
+# what a check is assumed to find: that all numbers are as they should be, and that none is as it should not be
+_ASSUMED = {aten.all.default: True, aten.any.default: False}
 
 # id of a tensor -> the tensor, its version, its numbers; an entry ends with the tensor
 _known: dict[int, tuple[weakref.ref[Tensor], int, tuple[Any, ...]]] = {}
@@ -41,18 +47,23 @@ def numbers_in(x: Tensor) -> tuple[Any, ...]:
 
 
 class Reading(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """While it is on, code that asks a tensor without data for a number gets it, if it follows from known tensors.
+    """While it is on, code that asks a tensor without data for a number gets it, if it follows from known tensors. A
+    check of others gets what it is assumed to find.
 
     Args:
         given: Tensors without data, and for each the same tensor with data.
 
     Attributes:
         read: Those whose numbers were read, by place in `given`.
+        checks: The checks of others, without data, and what each is assumed to find.
     """
 
     def __init__(self, given: Mapping[int, tuple[Tensor, Tensor]]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.read: set[int] = set()
+        self.checks: list[tuple[Tensor, bool]] = []
+        # by the id of a tensor without data: that tensor, which stays alive, and what it is assumed to be
+        self._assumed: dict[int, tuple[Tensor, bool]] = {}
         # by the id of a tensor without data: that tensor, which stays alive, and what makes the one with data
         self._made: dict[int, tuple[Tensor, Callable[[], Any]]] = {}
         for place, (x, real) in given.items():
@@ -61,9 +72,15 @@ class Reading(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         flat, form = pytree.tree_flatten((args, kwargs or {}))
         known = self._known(func, flat)
-        if known and func is torch.ops.aten._local_scalar_dense.default:
-            return self._compute(func, flat, form)
+        if func is aten._local_scalar_dense.default:
+            if known:
+                return self._compute(func, flat, form)
+            if id(args[0]) in self._assumed:
+                self.checks.append(self._assumed[id(args[0])])
+                return self.checks[-1][1]
         out = func(*args, **(kwargs or {}))
+        if func in _ASSUMED:
+            self._assumed[id(out)] = out, _ASSUMED[func]
         if known:
             self._note(out, lambda: self._compute(func, flat, form))
         return out

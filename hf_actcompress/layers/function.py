@@ -69,9 +69,8 @@ class PlanFunction(torch.autograd.Function):
         with below_autograd(), autocast_off(device.type), layer_calls.running(calls):
             found = way.forward(*inputs[: plan.inputs], *way.packs)
         outputs = no_views(found[: plan.outputs])
-        for i, value in zip(plan.written, outputs[plan.outputs - len(plan.written) :], strict=True):
-            # as the layer's own code does, which no version shows
-            inputs[i].data.copy_(value)
+        if plan.extra.written:
+            plan.extra.write(outputs, inputs)
         pool = (*inputs[: plan.inputs], *outputs, *found[plan.outputs : plan.tensors])
         # keep a weight's data of now, as stock's views do: a later `param.data = ...` changes only the parameter
         kept: list[Any] = [pool[i].detach() if w else pool[i] for i, w in plan.kept]

@@ -107,8 +107,8 @@ class PlannedLayer:
         if isinstance(known.plan, str):
             return self._leaf_by_leaf(known.plan)
         found = self._run(layer, state, known, known.plan, given, weights, keeps)
-        if found is None:
-            return self._leaf_by_leaf("its cache has keys and values already, or is of another kind")
+        if isinstance(found, str):
+            return self._leaf_by_leaf(found)
         self.calls += 1
         # weights are read again in backward, if only to be cast
         again = known.plan.makes_weights or keeps is not None or autocast is not None
@@ -215,11 +215,13 @@ class PlannedLayer:
         given: CallArguments,
         weights: list[Any],
         keeps: KeptInput | None,
-    ) -> tuple[Any] | None:
-        way, slots, modules = state.use(layer, known, plan, keeps, type(given.tensors[0]) is not FakeTensor)
+    ) -> tuple[Any] | str:
+        """What the layer returns, in a tuple; or why the plan cannot be run, or must not have been."""
+        real = type(given.tensors[0]) is not FakeTensor
+        way, slots, modules = state.use(layer, known, plan, keeps, real)
         slots = [slot.of_call(given.integers) for slot in slots]
         if slots and not all([slot.is_free(given.caches) for slot in slots]):
-            return None
+            return "its cache has keys and values already, or is of another kind"
         inputs = [*weights, *given.tensors]
         inputs += [inputs[i] for i in plan.repeats]
         x = given.tensors[0]
@@ -235,7 +237,10 @@ class PlannedLayer:
         assert known.returned is not None
         if heads is not None:
             made = tuple([y if i in plan.ungraded else let_go(heads, i, y) for i, y in enumerate(made)])
-        count = len(made) - len(plan.written)
+        checks, written = plan.extra
+        count = len(made) - len(written) - len(checks)
+        if checks and real and tuple(map(bool, made[count:])) != checks:
+            return "what its code looks at is not as it was assumed"
         if slots:
             end, count = count, count - sum(slot.size for slot in slots)
             fill_slots(slots, given.caches, made[count:end])

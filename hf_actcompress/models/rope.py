@@ -22,9 +22,15 @@ from ..ops import traced_kernels
 from ..reference import rope_fwd
 from .function_copies import GlobalsCopy, copy_of_forward, read_global
 from .probe import same_bits
-from .rotations import DTYPES, rotation_of
 
 NAME = "apply_rotary_pos_emb"
+# dtypes of queries and keys, and of angles; the second pair is that under autocast
+_DTYPES = (
+    (torch.float32, torch.float32),
+    (torch.bfloat16, torch.float32),
+    (torch.bfloat16, torch.bfloat16),
+    (torch.float16, torch.float16),
+)
 _PARAMETERS = ("q", "k", "cos", "sin", "unsqueeze_dim")
 
 
@@ -37,12 +43,8 @@ class RotaryMixin(AttentionMixin):
         stock_class = cls.__dict__.get("stock_class")
         if stock_class is None:
             return
-        found: tuple[str, Callable[..., Any]] | None
-        if calls_rope(stock_class) and why_stock(stock_class) is None:
-            found = NAME, _ours(read_global(stock_class, NAME))
-        else:
-            found = rotation_of(stock_class)
-        copied = None if found is None else copy_of_forward(stock_class, dict([found]))
+        ours = calls_rope(stock_class) and why_stock(stock_class) is None
+        copied = copy_of_forward(stock_class, {NAME: _ours(read_global(stock_class, NAME))}) if ours else None
         if copied is not None:
             cls.forward = _forward(stock_class, copied)  # type: ignore[method-assign]
 
@@ -98,7 +100,7 @@ def _is_rope(function: Callable[..., Any]) -> bool:
     normal = partial(torch.randn, generator=torch.Generator().manual_seed(0))
     # runs when a file is loaded, so it must not depend on the default device or on autocast
     with torch.device("cpu"), torch.autocast("cpu", enabled=False):
-        for dtype, angles in DTYPES:
+        for dtype, angles in _DTYPES:
             q, k = normal(2, 5, 6, 8).to(dtype), normal(2, 5, 3, 8).to(dtype)
             for batch in (1, 2):
                 cos, sin = normal(batch, 5, 8).to(angles), normal(batch, 5, 8).to(angles)

@@ -18,7 +18,7 @@ from ._linear_cross_entropy import linear_cross_entropy
 from ._recomputed import recomputed
 from ._returned_logits import returned_logits
 from ._rms_norm import rms_norm
-from ._rope import rope, rotated, rotates_normed
+from ._rope import rope
 from ._tiled import tiled
 from .attention import fused_attention, packed_attention, recomputed_attention
 from .deferred_logits import DeferredLogits, plain
@@ -56,8 +56,6 @@ __all__ = [
     "returned_logits",
     "rms_norm",
     "rope",
-    "rotated",
-    "rotates_normed",
     "tiled",
     "tokens_first",
 ]

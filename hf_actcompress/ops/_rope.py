@@ -24,7 +24,6 @@ from ..records import (
     stored_exact,
 )
 from ..reference import rope_fwd
-from .autocast import SameAutocast
 from .first_order import once_differentiable
 
 _Rotate = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -59,42 +58,14 @@ class RopeFunction(torch.autograd.Function):
         return *dxs, None, None
 
 
-class RotatedFunction(torch.autograd.Function):
-    """Variant "angles" for other rotations: the model's own code runs in forward and in backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, rotate: _Rotate, cos: Tensor, sin: Tensor) -> Tensor:
-        y = rotate(x, cos, sin)
-        save(ctx, stored_exact(cos), stored_exact(sin))
-        ctx.rotate = SameAutocast(rotate, x)
-        ctx.like = x.shape, torch.empty_like(x, device="meta").stride(), x.dtype
-        _declare(y, x, cos, sin, ctx.rotate)
-        return y
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        cos, sin = load(ctx)
-        shape, stride, dtype = ctx.like
-        # the values of x do not matter: the rotation is linear, so its gradient depends on the angles alone
-        x = torch.empty_strided(shape, stride, dtype=dtype, device=dy.device).requires_grad_()
-        with torch.enable_grad():
-            y = ctx.rotate(x, cos, sin)
-        return torch.autograd.grad(y, x, dy)[0], None, None, None
-
-
-def _derived(x: Tensor) -> Derived | None:
-    """The record of x if x can be rebuilt from tensors that are kept anyway (after a norm of queries and keys)."""
+def _declare(y: Tensor, x: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """Declare y as x rotated, if x can be rebuilt from tensors that are kept anyway, those of a norm of queries."""
     record = known_record(x)
-    return record if isinstance(record, Derived) and is_lossless(record) and not is_dropped(record) else None
-
-
-def _declare(y: Tensor, x: Tensor, cos: Tensor, sin: Tensor, rotate: _Rotate | None = None) -> None:
-    """Declare y as x rotated, if x can be rebuilt from tensors that are kept anyway."""
-    record = _derived(x)
-    if record is not None and _large_sources(record, y.numel()) <= y.nbytes:
+    if not isinstance(record, Derived) or not is_lossless(record) or is_dropped(record):
+        return
+    if _large_sources(record, y.numel()) <= y.nbytes:
         order = y if y.is_contiguous() else y.transpose(1, 2)
-        again = partial(_rotated, swapped=order is not y, rotate=rotate)
+        again = partial(_rotated, swapped=order is not y)
         declare_in_order(y, order, again, record, stored_exact(cos), stored_exact(sin))
 
 
@@ -105,14 +76,9 @@ def _large_sources(record: Record, count: int) -> int:
     return sum(_large_sources(source, count) for source in record.sources) if isinstance(record, Derived) else 0
 
 
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor, *, swapped: bool, rotate: _Rotate | None) -> Tensor:
-    """Recompute function of rotated queries or keys, in their order in memory.
-
-    Args:
-        swapped: Whether dimensions 1 and 2 are swapped in memory.
-        rotate: The model's own rotation; None: Llama's, by `rope_fwd`.
-    """
-    y: Tensor = (rotate or implementation("rope_fwd", x))(x, cos, sin)
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor, *, swapped: bool) -> Tensor:
+    """Recompute function of rotated queries or keys, whose dimensions 1 and 2 may be swapped in memory."""
+    y: Tensor = implementation("rope_fwd", x)(x, cos, sin)
     return (y.transpose(1, 2) if swapped else y).contiguous()
 
 
@@ -138,31 +104,6 @@ def rope(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1)
     if cos.requires_grad or sin.requires_grad or not all(_keep_shape(x, cos, sin) for x in (q, k)):
         return rope_fwd(q, cos, sin), rope_fwd(k, cos, sin)
     return applied(RopeFunction, q, k, cos, sin)
-
-
-def rotated(x: Tensor, rotate: _Rotate, cos: Tensor, sin: Tensor) -> Tensor:
-    """``rotate(x, cos, sin)``: any rotary embedding of queries or keys that are the output of a norm.
-
-    Args:
-        x: Queries or keys, floating point, for which `rotates_normed` is True.
-        rotate: Stock's code, linear in x. It holds no tensor, and its result is not a view.
-        cos, sin: The angles, as `rotate` takes them; no gradient.
-
-    Returns:
-        What `rotate` returns.
-
-    Saves:
-        cos and sin by reference. The result is derived from what the norm keeps (stock: kept by attention).
-
-    Gradient:
-        Exact, bit-equal to stock: stock's own ops compute it. First order only.
-    """
-    return applied(RotatedFunction, x, rotate, cos, sin)
-
-
-def rotates_normed(x: Tensor) -> bool:
-    """Whether x can be rebuilt from tensors that are kept anyway, so that the rotated x need not be kept."""
-    return _derived(x) is not None
 
 
 def _keep_shape(x: Tensor, *angles: Tensor) -> bool:

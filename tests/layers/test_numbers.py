@@ -94,6 +94,40 @@ def test_numbers_are_read_once_for_all_layers() -> None:
     assert len(reads) == few
 
 
+class Checked(nn.Module):
+    """The layer of a DETR: it clamps what is not finite."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(32), nn.Linear(32, 64), nn.Linear(64, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x + self.down(nn.functional.gelu(self.up(self.norm(x)))) * x.exp()
+        if self.training and (not torch.isfinite(y).all() or (y.abs() > 1e30).any()):
+            y = y.clamp(-1e3, 1e3)
+        return y
+
+
+def test_checks_of_what_is_computed() -> None:
+    torch.manual_seed(0)
+    stock = nn.Sequential(*(Checked() for _ in range(2))).train()
+    ours = patch_model(copy.deepcopy(stock))
+    x = torch.randn(2, 16, 32)
+    for scale, planned in ((1.0, 2), (100.0, 2), (1.0, 4), (40.0, 4)):
+        results = []
+        for model in (stock, ours):
+            model.zero_grad()
+            y = model(x * scale)
+            y.mean().backward()
+            results.append([y.detach(), *(p.grad for p in model.parameters())])
+        assert torch.equal(results[0][0], results[1][0])
+        assert_equal_bits(*[[torch.nan_to_num(g) for g in grads] for grads in results])
+        assert sum(layer.actcompress.plans.calls for layer in ours) >= planned
+    assert ours[0].actcompress.plans.why == "what its code looks at is not as it was assumed"
+    kept = [kept_bytes(lambda model=model: model(x).mean()) for model in (stock, ours)]
+    assert kept[1] < 0.7 * kept[0]
+
+
 def test_buffers_that_convolutions_read() -> None:
     """Mimi's strides and paddings are buffers, from which its code computes how much to pad."""
     torch.manual_seed(0)

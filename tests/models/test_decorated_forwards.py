@@ -12,11 +12,9 @@ import pytest
 import torch
 from torch import nn
 from transformers.models.llama import modeling_llama
-from transformers.models.olmo2 import modeling_olmo2
 
 from hf_actcompress import CompressionConfig, ops, patch_model
 from hf_actcompress.models import rope
-from hf_actcompress.models.rotations import rotation_of
 from tests.families import BY_NAME, differing, step
 
 LAYERS = 2
@@ -57,12 +55,6 @@ def test_decorators_of_a_forward_run(monkeypatch: pytest.MonkeyPatch) -> None:
     loss, grads = step(patch_model(model, config), batch)
     assert len(rotated) == len(decorated) == LAYERS
     assert torch.equal(loss, expected[0]) and not differing(grads, expected[1])
-
-
-def test_rotations_of_other_kinds_are_found_below_decorators() -> None:
-    stock = inspect.unwrap(modeling_olmo2.Olmo2Attention.forward)
-    found = [rotation_of(type("Attention", (nn.Module,), {"forward": f})) for f in (stock, counted(stock, []))]
-    assert all(one is not None and one[0] == rope.NAME for one in found)
 
 
 def test_a_forward_that_its_decorator_does_not_hold_stays_stocks() -> None:

@@ -1,9 +1,12 @@
-"""Weights that a layer's code writes in its forward: Gemma 3n clamps some before it uses them.
+"""Outputs of a layer's graph that the layer does not return: checks, and what is to be written into weights.
 
-A graph writes nothing. What is to be written is an output of it, which the layer writes after each call.
+A graph writes nothing itself. Gemma 3n clamps some weights before it uses them.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,6 +14,23 @@ from torch.fx import Graph
 from torch.utils.checkpoint import CheckpointPolicy
 
 _COPY = torch.ops.aten.copy_.default
+
+
+class ExtraOutputs(NamedTuple):
+    """The last outputs of a graph, which the module does not return.
+
+    Attributes:
+        checks: What the first ones have to be, so that what the graph computes is right.
+        written: The weights, by place, into which the others are written.
+    """
+
+    checks: tuple[bool, ...] = ()
+    written: tuple[int, ...] = ()
+
+    def write(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> None:
+        """Write them, as the module's own code does, which no version shows."""
+        for i, value in zip(self.written, outputs[len(outputs) - len(self.written) :], strict=True):
+            inputs[i].data.copy_(value)
 
 
 def writes_as_outputs(graph: Graph, weights: int, tangents: list[Tensor]) -> list[int]:
