@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 import torch
+from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
 from ..compilation.policy import CODEC, is_view, numel
@@ -51,7 +52,7 @@ def _part(x: Node) -> list[Node]:
         node = readers[0]
         chain.append(node)
         value = node.meta["val"]
-        if not value.is_floating_point():
+        if not isinstance(value, Tensor) or not value.is_floating_point():
             return []
         if numel(value) * _FEW <= numel(x.meta["val"]):
             return chain

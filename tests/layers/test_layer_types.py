@@ -27,9 +27,9 @@ KINDS: dict[str, dict[str, Any]] = {
     "gpt_neox": {}, "phi": {}, "stablelm": {}, "starcoder2": {}, "smollm3": {}, "seed_oss": {"head_dim": 8},
     "exaone4": {}, "electra": {}, "xlm-roberta": {}, "camembert": {}, "bart": SEQ2SEQ,
     "clip_vision_model": PICTURES, "siglip_vision_model": PICTURES, "deit": PICTURES, "vit_mae": PICTURES,
-    # these have norms of their own, scales, or interleaved angles
+    # these have norms of their own, scales, interleaved angles, or angles of which a layer takes halves
     "nemotron": {}, "olmo": {}, "dinov2": PICTURES, "cohere": {}, "cohere2": {}, "glm": {"head_dim": 8}, "ernie4_5": {},
-    "arcee": {},
+    "arcee": {}, "roformer": {"embedding_size": 32},
 }  # fmt: skip
 
 

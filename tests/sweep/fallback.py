@@ -21,7 +21,7 @@ from unittest.mock import patch
 
 from hf_actcompress import patch_model, patching
 from hf_actcompress.models import root, rules
-from hf_actcompress.records import net
+from hf_actcompress.records import net, own_ops
 
 from . import savings
 from .batches import NOTES, find_batch, with_labels
@@ -42,11 +42,11 @@ def _nothing(*_: Any, **__: Any) -> None:
 
 
 def _parts() -> list[Any]:
-    return [patch.object(net, "Parts", _nothing), patch.object(net, "is_part", lambda x: False)]
+    return [patch.object(net, "Parts", _nothing), patch.object(own_ops, "is_part", lambda x: False)]
 
 
-def _joined() -> list[Any]:
-    return [patch.object(net, "joined", _nothing)]
+def _nodes() -> list[Any]:
+    return [patch.object(net.Net, "_computed", _nothing)]
 
 
 def _selective() -> list[Any]:
@@ -55,16 +55,14 @@ def _selective() -> list[Any]:
 
 # what is switched off -> how
 PARTS: dict[str, Callable[[], list[Any]]] = {
-    "joined": _joined,
     "parts": _parts,
-    "nodes": lambda: [patch.object(net.Net, "_pointwise", _nothing)],
-    "adapted": lambda: [patch.object(net.Net, "_of_weight", _nothing)],
+    "nodes": _nodes,
     "recomputed": lambda: [_without("find_recomputed")],
     "attention": lambda: [_without("find_attention")],
     "leaves": lambda: [_without(*LEAVES)],
     "selective": _selective,
     "net": lambda: [patch.object(root, "netted", lambda *_: nullcontext())],
-    "all": lambda: [_without(*LEAVES, "find_attention", "find_experts"), *_joined(), *_parts(), *_selective()],
+    "all": lambda: [_without(*LEAVES, "find_attention", "find_experts"), *_nodes(), *_parts(), *_selective()],
 }
 
 

@@ -55,13 +55,20 @@ def sweep(out: Path, *arguments: str) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def historical(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    names = "|".join(re.escape(pair) for pair, _, _ in HISTORICAL)
-    modes = sorted({mode for _, mode, _ in HISTORICAL})
-    rows = sweep(tmp_path_factory.mktemp("historical"), "--only", f"^({names})$", "--modes", *modes)
-    return {f"{row['type']}/{row['model']}": row for row in rows}
+def historical(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """Each pair that is to be tested, in the mode in which it was wrong."""
+    cases = [
+        item.callspec.params for item in request.session.items if "historical" in getattr(item, "fixturenames", ())
+    ]
+    found: dict[str, dict[str, Any]] = {}
+    for mode in sorted({case["mode"] for case in cases}):
+        names = "|".join(re.escape(case["pair"]) for case in cases if case["mode"] == mode)
+        rows = sweep(tmp_path_factory.mktemp(mode), "--only", f"^({names})$", "--modes", mode)
+        found |= {f"{row['type']}/{row['model']}": row for row in rows}
+    return found
 
 
+@pytest.mark.daily(3)
 @pytest.mark.parametrize(("pair", "mode", "what"), HISTORICAL, ids=lambda value: value if "/" in str(value) else "")
 def test_what_was_wrong_once(historical: dict[str, dict[str, Any]], pair: str, mode: str, what: str) -> None:
     row = historical[pair]
