@@ -169,7 +169,9 @@ class PlannedLayer:
             known = self._learned(layer, state, given, key)
             # what the code has looked at is a part of the key from now on
             key = state.key(given, weights, keeps, left_out, autocast)
-            state.known[frozen(key)] = known
+            # numbers without a graph are not remembered: there may be others in every step
+            if not (state.kind.reads and isinstance(known.plan, str)):
+                state.known[frozen(key)] = known
         state.last = key, known
         return known
 

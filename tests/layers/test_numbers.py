@@ -62,6 +62,10 @@ def test_many_numbers_run_module_by_module(monkeypatch: pytest.MonkeyPatch) -> N
     ours = patch_model(copy.deepcopy(stock))
     for sizes in BATCHES:
         assert_equal_bits(gradients(ours, sizes), gradients(stock, sizes))
+    known = len(ours.blocks[0].actcompress.plans.known())
+    for width in range(4, 20, 2):
+        gradients(ours, [(8, width), (4, 4)])
+    assert len(ours.blocks[0].actcompress.plans.known()) == known, "numbers of every step fill the memory"
     reasons = {module.actcompress.plans.why for module in ours.blocks}
     assert reasons == {"its code makes other graphs for other sizes or numbers, and there are many already"}
     assert all(module.actcompress.plans.calls for module in ours.blocks), "the first numbers keep their graph"
