@@ -32,7 +32,7 @@ from .noted import ARGUMENT
 from .possible import are_plain_weights, opaque_in, why_not
 from .site import LayerSettings
 from .stages import Stages, stops_of
-from .state import State, frozen
+from .state import FAILED, State, fails, frozen
 from .store import Known, Store, TraceSetting, learn
 
 _requires_grad = attrgetter("requires_grad")
@@ -241,8 +241,8 @@ class PlannedLayer:
             made = tuple([y if i in plan.ungraded else let_go(heads, i, y) for i, y in enumerate(made)])
         checks, written = plan.extra
         count = len(made) - len(written) - len(checks)
-        if checks and real and tuple(map(bool, made[count:])) != checks:
-            return "what its code looks at is not as it was assumed"
+        if checks and real and fails(known, tuple(map(bool, made[count:])) != checks):
+            return FAILED
         if slots:
             end, count = count, count - sum(slot.size for slot in slots)
             fill_slots(slots, given.caches, made[count:end])

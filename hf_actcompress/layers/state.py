@@ -20,6 +20,9 @@ from .look import Attributes, LayerLook
 from .store import Kind, Known
 from .use import Use, use_of
 
+# how many more calls fail the checks of a plan than pass them until it is given up
+MISSED = 16
+FAILED = "what its code looks at is not as it was assumed"
 _of_weight = attrgetter("dtype", "requires_grad")
 
 
@@ -84,3 +87,11 @@ class State:
 def frozen(key: Any) -> Hashable:
     """A key of lists as one that a dictionary takes."""
     return tuple(map(frozen, key)) if isinstance(key, list) else key
+
+
+def fails(known: Known, failed: bool) -> bool:
+    """Whether a call has failed the checks of a plan, which is given up if most calls do: each runs twice then."""
+    known.missed = max(known.missed + (1 if failed else -1), 0)
+    if known.missed > MISSED:
+        known.plan = FAILED
+    return failed

@@ -55,6 +55,7 @@ class Known:
         calls: What it calls of which no tracer sees the inside: attention, quantised linear layers, MLPs in tiles; and
             BatchNorms, which count batches.
         read: The weights and tensors, by place, for whose numbers alone it is.
+        missed: How many more calls failed its checks than passed them, of late.
         slots: Where it puts keys and values. The index in each may be the place of one: a module's path and an
             attribute.
     """
@@ -66,6 +67,7 @@ class Known:
     calls: tuple[layer_calls.LayerCall, ...] = ()
     passing: bool = False
     read: frozenset[int] = frozenset()
+    missed: int = 0
 
 
 @dataclass

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -33,7 +34,7 @@ from .attention_kernels import fusable, is_wasteful
 from .attention_rows import calls_interface
 from .eager_attention import find_eager
 from .function_copies import constants_of
-from .rope import RotaryMixin
+from .rope import RotaryMixin, calls_rope, why_stock
 from .sites import Declined, Site
 
 # a CPU's attention with dropout runs again if it has more probabilities than this; below, the generator's state would
@@ -49,6 +50,14 @@ def find_attention(module: nn.Module, config: CompressionConfig) -> Site | Decli
     """The site of a module whose forward asks the attention interface for its function by `self.config`."""
     if isinstance(module, PreTrainedModel) or "config" not in module.__dict__ or not calls_interface(type(module)):
         return None
+    found = _site(module, config)
+    reason = why_stock(type(module)) if isinstance(found, Site) and calls_rope(type(module)) else None
+    if isinstance(found, Site) and reason is not None:
+        return replace(found, settings=replace(found.settings, note=f"rotary embeddings are stock's: {reason}"))
+    return found
+
+
+def _site(module: nn.Module, config: CompressionConfig) -> Site | Declined:
     name = getattr(module.__dict__["config"], "_attn_implementation", None)
     stored = FOR_UNSCALED_SCORES.get(config.attention, config.attention) if is_unscaled(module) else config.attention
     codec = CODECS[stored]

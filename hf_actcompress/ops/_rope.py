@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -25,8 +24,6 @@ from ..records import (
 )
 from ..reference import rope_fwd
 from .first_order import once_differentiable
-
-_Rotate = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class RopeFunction(torch.autograd.Function):

@@ -111,13 +111,6 @@ def is_lossless(record: Record) -> bool:
     return all([is_lossless(source) for source in record.sources])
 
 
-def is_pending(record: Record) -> bool:
-    """Whether a consumer that saves the record may be the first for which a part of it is packed."""
-    if isinstance(record, Derived):
-        return any(map(is_pending, record.sources))
-    return isinstance(record, Pending)
-
-
 class Recipe:
     """How a derived activation is recomputed, shared by all its consumers. It holds no tensor between backwards.
 

@@ -16,6 +16,7 @@ from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransforme
 from hf_actcompress import patch_model
 from hf_actcompress.graphs.values import numbers_in
 from hf_actcompress.layers import layer as plans
+from hf_actcompress.layers import state
 from tests.oracle import assert_equal_bits, kept_bytes
 
 SMALL = {
@@ -130,6 +131,9 @@ def test_checks_of_what_is_computed() -> None:
     assert ours[0].actcompress.plans.why == "what its code looks at is not as it was assumed"
     kept = [kept_bytes(lambda model=model: model(x).mean()) for model in (stock, ours)]
     assert kept[1] < 0.7 * kept[0]
+    for _ in range(2 * state.MISSED):
+        ours(x * 100)
+    assert all(known.plan == state.FAILED for known in ours[0].actcompress.plans.known()), "each call runs twice"
 
 
 def test_buffers_that_convolutions_read() -> None:
