@@ -107,7 +107,8 @@ def test_the_code_between_products_runs_again(name: str) -> None:
     assert_equal_bits(gradients(ours, **more), gradients(off, **more))
     assert module in selected(ours)
     kept = [kept_bytes(lambda m=m: m(input_ids=IDS, **more).logits, "cpu") for m in (ours, off, stock)]
-    assert kept[0] < kept[1] and kept[0] < share * kept[2]
+    # Falcon's plan keeps no product of activations in either case
+    assert (kept[0] < kept[1] if name != "falcon" else kept[0] == kept[1]) and kept[0] < share * kept[2]
 
 
 def test_a_filled_cache_is_stocks_business() -> None:
