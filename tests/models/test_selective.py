@@ -67,7 +67,7 @@ def esm() -> Any:
 CASES: dict[str, tuple[Callable[[], Any], str, float]] = {
     "bert": (bert, "BertSelfAttention", 0.32),
     "llama": (llama, "LlamaAttention", 0.41),
-    "falcon": (falcon, "FalconAttention", 0.48),
+    "falcon": (falcon, "FalconAttention", 0.51),
     "bloom": (bloom, "BloomAttention", 0.53),
     "falcon_h1": (falcon_h1, "FalconH1Mixer", 0.28),
     "esm": (esm, "EsmIntermediate", 0.32),
@@ -107,7 +107,7 @@ def test_the_code_between_products_runs_again(name: str) -> None:
     assert_equal_bits(gradients(ours, **more), gradients(off, **more))
     assert module in selected(ours)
     kept = [kept_bytes(lambda m=m: m(input_ids=IDS, **more).logits, "cpu") for m in (ours, off, stock)]
-    # Falcon's plan keeps no product of activations in either case
+    # Falcon's code calls torch's fused attention: a plan keeps its output, and no product of activations in either case
     assert (kept[0] < kept[1] if name != "falcon" else kept[0] == kept[1]) and kept[0] < share * kept[2]
 
 
