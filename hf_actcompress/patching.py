@@ -20,7 +20,6 @@ from .models.checkpointing import restore_checkpointing, switch_on
 from .models.probe import answers_kept
 from .models.root import install_roots, is_root, restore_root, root_of
 from .models.rules import Places, find_site
-from .models.selective import find_selective
 from .models.sites import Site
 from .modules.base import PatchedModule, patch_instance, settings_of, unpatch_instance
 from .modules.checkpoint import CheckpointSettings
@@ -128,11 +127,7 @@ def patch_new_modules(model: nn.Module, config: CompressionConfig, prefix: str, 
     """
     _patch_leaves(model, config, prefix, generators)
     if config.plans:
-        _install_plans(model, config, prefix, layers=False)
-    _patch_code(model, config, prefix, generators)
-    if config.plans:
-        # behind the modules whose own code runs again, by which it is known what keeps more in a plan
-        _install_plans(model, config, prefix, layers=True)
+        _install_plans(model, config, prefix)
 
 
 def _patch_leaves(model: nn.Module, config: CompressionConfig, prefix: str, generators: Generators) -> None:
@@ -150,35 +145,23 @@ def _patch_leaves(model: nn.Module, config: CompressionConfig, prefix: str, gene
             patch_instance(module, found.mixin, replace(found.settings, codec=codec))
 
 
-def _install_plans(model: nn.Module, config: CompressionConfig, prefix: str, layers: bool) -> None:
-    """Let blocks run by plans, which they make at their first calls; `layers`: also layers of transformers, and modules
-    outside of layers."""
+def _install_plans(model: nn.Module, config: CompressionConfig, prefix: str) -> None:
+    """Let layers, blocks and modules outside of them run by plans, which they make at their first calls."""
     store, names = store_for_model(), {id(module): name for name, module in model.named_modules(prefix=prefix)}
-    units = units_of(model, layers, config.blocks)
-    outside = outside_of(model, units) if layers else []
+    units = units_of(model, config.blocks)
+    outside = outside_of(model, units)
     roles = {**dict.fromkeys(units, Role.LAYER), **dict.fromkeys(outside, Role.MODULE)}
     for layer, role in roles.items():
         settings = settings_of(layer)
         kept = settings if isinstance(settings, CheckpointSettings) else None
         if settings is not None and (kept is None or kept.role != Role.CHECKPOINT_INPUT):
             continue
-        found = find_plans(layer, store, config.at(names[id(layer)]), kept, is_block=not layers, role=role)
+        found = find_plans(layer, store, config.at(names[id(layer)]), kept, role)
         if found is not None:
             if kept is not None:
                 unpatch_instance(layer)
             patch_instance(layer, found.mixin, found.settings)
             found.settings.plans.note(layer)  # type: ignore[attr-defined]
-
-
-def _patch_code(model: nn.Module, config: CompressionConfig, prefix: str, generators: Generators) -> None:
-    """Let modules whose own code keeps much run again in backward. Of nested modules only the outermost one does."""
-    inside: set[int] = set()
-    for name, module in list(model.named_modules(prefix=prefix)):
-        found = find_selective(module, config.at(name)) if id(module) not in inside else None
-        if found is not None:
-            inside.update(map(id, module.modules()))
-            codec = found.settings.codec.drawing_from(generators)
-            patch_instance(module, found.mixin, replace(found.settings, codec=codec))
 
 
 def _warn_if_lossy(config: CompressionConfig) -> None:

@@ -34,12 +34,12 @@ class Role(StrEnum):
     # a linear layer's input that passed through a dropout
     DROPOUT = "dropout", "linear"
     CHECKPOINT_INPUT = "checkpoint_input", "checkpoint_input"
-    SELECTIVE = "selective", "other"
+    # eager attention and linear attention, which may be computed in parts
+    IN_PARTS = "in_parts", "other"
     # a model's own norms and activations: the codec is that of norms if they have parameters, else that of MLPs
     RECOMPUTED = "recomputed"
     ADAPTER = "adapter"
     BATCH_NORM = "batch_norm"
-    OWN_LINEAR = "own_linear"
     LAYER = "layer"
     # a module outside of layers
     MODULE = "module"

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from ..compilation.policy import is_cheap, is_statistic, is_view
+from ..ops._linear_attention import SEGMENTS
 from ..ops.opaque import ATTEND, LINEAR
 from ..ops.traced_experts import DOWN
 from ..ops.traced_tiles import TILED
@@ -26,7 +27,7 @@ from .rules import PRODUCTS
 _SOURCES = 8
 # what costs too much to compute again, and what needs the call of the layer, which a reader behind the layer lacks
 _NEVER = PRODUCTS | {
-    ATTEND, DOWN, LINEAR, TILED, torch.ops.aten._grouped_mm.default, torch.ops.aten.convolution.default,
+    ATTEND, DOWN, LINEAR, SEGMENTS, TILED, torch.ops.aten._grouped_mm.default, torch.ops.aten.convolution.default,
 }  # fmt: skip
 # what is computed again although no rule of the policy says that it is cheap
 _ALSO = BATCH_NORMS | {operator.getitem}

@@ -90,7 +90,9 @@ class Reading(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._made[id(x)] = _Made(x, self._giver(place, real), real.dtype == torch.bool)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        if func is aten.index.Tensor:
+        # with places for masks, how many elements it gives is known
+        indexes = func is aten.index.Tensor
+        if indexes:
             args = args[0], self._places(args[1])
         flat, form = pytree.tree_flatten((args, kwargs or {}))
         known = self._known(func, flat)
@@ -100,7 +102,7 @@ class Reading(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return self.checks[-1][1]
             if known:
                 return self._compute(func, flat, form)
-        if known and torch.Tag.dynamic_output_shape in func.tags:
+        if known and torch.Tag.dynamic_output_shape in func.tags and not indexes:
             return self._constant(self._compute(func, flat, form))
         out = func(*args, **(kwargs or {}))
         of_mask = any(id(x) in self._made and self._made[id(x)].of_mask for x in flat)

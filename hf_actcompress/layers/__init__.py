@@ -15,7 +15,6 @@ from ..codecs.table import CODECS
 from ..config import CompressionConfig
 from ..graphs.codec_marks import has_attention
 from ..models.sites import Site
-from ..modules.base import settings_of
 from ..modules.checkpoint import CHECKPOINT_FUNCTION, CheckpointSettings
 from ..roles import Role
 from .layer import PlannedLayer
@@ -44,24 +43,10 @@ def left_out(model: nn.Module, config: CompressionConfig) -> dict[int, str]:
     """The layers and blocks that run module by module in all calls: by the id of each, the reason."""
     if not config.plans:
         return {}
-    blocks = set(map(id, units_of(model, False, config.blocks)))
     names = {id(module): name for name, module in model.named_modules()}
-    reasons = {
-        id(unit): _why_left_out(unit, config.at(names[id(unit)]), id(unit) in blocks)
-        for unit in units_of(model, True, config.blocks)
-    }
+    units = units_of(model, config.blocks)
+    reasons = {id(unit): why_not(unit, _codec_of_others(config.at(names[id(unit)]))) for unit in units}
     return {unit: reason for unit, reason in reasons.items() if reason}
-
-
-def _why_left_out(layer: nn.Module, config: CompressionConfig, is_block: bool) -> str:
-    """Why a layer of transformers or a block runs module by module in all calls; empty if it has plans."""
-    reason = why_not(layer, _codec_of_others(config))
-    return reason or ("it needs less memory module by module" if not is_block and _keeps_more(layer) else "")
-
-
-def _keeps_more(layer: nn.Module) -> bool:
-    """Whether a layer needs more memory by plans than module by module: linear attention in tiles."""
-    return any(getattr(settings_of(part), "segment", 0) > 0 for part in layer.modules())
 
 
 def _codec_of_others(config: CompressionConfig) -> Codec:
@@ -81,7 +66,6 @@ def find_plans(
     store: Store,
     config: CompressionConfig,
     kept: CheckpointSettings | None,
-    is_block: bool,
     role: Role,
 ) -> Site | None:
     """The site of a layer that runs by plans; None for one that `left_out` names, and for other modules like it.
@@ -91,11 +75,10 @@ def find_plans(
         store: The plans of the model.
         config: The config of the layer.
         kept: What the layer keeps where it is checkpointed; None: its input as it is.
-        is_block: Whether it is a block and no layer of transformers.
         role: Whether it is a layer, or a module outside of layers.
     """
     codec, other = _attention_codec(layer, config), _codec_of_others(config)
-    if _why_left_out(layer, config, is_block):
+    if why_not(layer, other):
         return None
     settings = LayerSettings(
         role,

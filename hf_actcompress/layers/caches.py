@@ -19,8 +19,8 @@ from transformers import DynamicCache, EncoderDecoderCache
 
 from ..graphs.trace import LAID_OUT, NotTraced
 from ..models.arguments import is_shared_dict
-from ..models.empty_cache import fill, has_entries
 from ..records import replaced, tensors_in
+from .empty_cache import fill, has_entries
 from .noted import Number
 
 # the parts of a decoder's cache that attends to an encoder, too

@@ -258,7 +258,7 @@ def _others(layer: nn.Module) -> Others | None:
     # a linear layer keeps its input, and has no codec for what it makes
     inputs_only = (Role.LINEAR, Role.DROPOUT)
     inputs = {name for name, role in found.items() if role in inputs_only}
-    rest = {name for name, role in found.items() if role not in (*inputs_only, *RUN_BY_PLANS, Role.SELECTIVE)}
+    rest = {name for name, role in found.items() if role not in (*inputs_only, *RUN_BY_PLANS, Role.IN_PARTS)}
     return Others(frozenset(inputs), frozenset(rest), attention=settings_of(layer).codec != IDENTITY)  # type: ignore[union-attr]
 
 

@@ -16,16 +16,14 @@ from ..roles import RUN_BY_PLANS
 _LISTS = (nn.ModuleList, nn.ModuleDict)
 
 
-def units_of(model: nn.Module, everywhere: bool, named: Sequence[str] = ()) -> list[nn.Module]:
-    """The blocks that are named, and those in lists of blocks, in models that are none of transformers'; `everywhere`:
-    also the layers that transformers may checkpoint, and blocks of its models that are no such layers.
+def units_of(model: nn.Module, named: Sequence[str] = ()) -> list[nn.Module]:
+    """The blocks that are named, the layers that transformers may checkpoint, and those in lists of other blocks.
 
     A block may be inside of another one. The outer one's plan runs both; the inner one has a plan of its own for calls
     for which the outer one has none.
     """
-    layers = [module for module in model.modules() if everywhere and isinstance(module, GradientCheckpointingLayer)]
-    kinds = GradientCheckpointingLayer if everywhere else PreTrainedModel
-    known = {id(part) for module in model.modules() if isinstance(module, kinds) for part in module.modules()}
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    known = {id(part) for layer in layers for part in layer.modules()}
     for blocks in model.modules():
         if id(blocks) not in known:
             layers += _unique((block for block in _blocks(blocks) if _is_block(block)), known)

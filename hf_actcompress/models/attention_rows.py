@@ -52,7 +52,7 @@ def goes_in_rows(module: Any) -> bool:
     """Whether a module's attention is computed for some rows of queries at a time if its mask need not be made."""
     settings, kind = settings_of(module), cast(Any, stock_type(module))
     found = copy_in_rows(kind)
-    if settings is None or settings.role != Role.SELECTIVE or found is None or not found.is_of(kind):
+    if settings is None or settings.role != Role.IN_PARTS or found is None or not found.is_of(kind):
         return False
     # a hook may ask for the probabilities
     plain = not has_hooks(module) and not is_sharded(module) and not getattr(module, "attention_dropout", 1)

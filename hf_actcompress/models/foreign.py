@@ -24,7 +24,7 @@ _KEEPING = frozenset(
         "scaled_dot_product_attention", "sigmoid", "silu", "softmax", "softplus", "tanh",
     }
 )  # fmt: skip
-_SAME = "stock's code runs, and keeps what the net does not catch"
+_SAME = "stock's code runs; where its layer runs by a plan, the plan decides what is kept of it"
 
 
 def find_foreign(module: nn.Module) -> Declined | None:

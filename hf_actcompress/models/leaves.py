@@ -34,7 +34,6 @@ from ..modules.leaves import (
 )
 from ..reference import activation_bwd
 from ..roles import Role
-from .own_linear import find_own_linear
 from .sites import Declined, Site, norm_keeps
 
 
@@ -99,7 +98,9 @@ def find_leaf(module: nn.Module, config: CompressionConfig) -> Site | Declined |
         return Declined(Role.ACTIVATION, "has parameters of its own; not pointwise in its input alone")
     if isinstance(module, nn.Embedding):
         return Declined(Role.EMBEDDING, "keeps only its indices")
-    return find_own_linear(module, config)
+    if isinstance(module, nn.Linear) and kind.forward is not nn.Linear.forward:
+        return Declined(Role.LINEAR, f"{kind.__name__} is a subclass of nn.Linear with a forward of its own")
+    return None
 
 
 def _linear(module: nn.Module, config: CompressionConfig, kind: str) -> Site:

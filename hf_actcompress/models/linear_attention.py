@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from functools import cache, partial
+from dataclasses import dataclass
+from functools import cache
 from types import FunctionType
 from typing import Any
 
@@ -51,7 +52,7 @@ def _ours(stock: Callable[..., Any], segment: int) -> Callable[..., Any]:
         if query.size(1) <= segment or not keeps_for_backward(*inputs) or not _is_plain(segment, kwargs):
             return stock(query, key, value, g=g, beta=beta, **kwargs)  # type: ignore[no-any-return]
         options = {name: kwargs[name] for name in _OPTIONS if name in kwargs}
-        out, state = ops.linear_attention(partial(_of_tokens, stock, options), segment, *inputs)
+        out, state = ops.linear_attention(_Rule(stock, tuple(options.items())), segment, *inputs)
         return out, state if kwargs.get("output_final_state") else None
 
     return torch_chunk_gated_delta_rule
@@ -59,14 +60,22 @@ def _ours(stock: Callable[..., Any], segment: int) -> Callable[..., Any]:
 
 def _is_plain(segment: int, kwargs: dict[str, Any]) -> bool:
     """Whether each token sees all tokens before it, from the first one of its row on, and the rule is torch's."""
-    if compilation.is_traced() or transforms_or_export() or "fla" in sys.modules:
+    compiled = compilation.is_traced() and not compilation.is_traced_plan()
+    if compiled or transforms_or_export() or "fla" in sys.modules:
         return False
     apart = all(kwargs.get(name) is None for name in ("initial_state", "cu_seqlens", "seq_idx"))
     return apart and segment % kwargs.get("chunk_size", _CHUNK) == 0
 
 
-def _of_tokens(
-    stock: Callable[..., tuple[Tensor, Tensor]], options: dict[str, Any], q: Tensor, k: Tensor, v: Tensor, g: Tensor,
-    beta: Tensor, state: Tensor | None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    return stock(q, k, v, g=g, beta=beta, initial_state=state, output_final_state=True, **options)
+@dataclass(frozen=True)
+class _Rule:
+    """The rule for some tokens and the state before them."""
+
+    stock: Callable[..., tuple[Tensor, Tensor]]
+    options: tuple[tuple[str, Any], ...]
+
+    def __call__(
+        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        options = dict(self.options)
+        return self.stock(q, k, v, g=g, beta=beta, initial_state=state, output_final_state=True, **options)

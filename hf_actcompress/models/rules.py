@@ -22,6 +22,7 @@ from .checkpointing import find_checkpoint_input
 from .experts import find_experts
 from .gated_mlps import find_gated_mlp
 from .heads import find_head, output_layers
+from .in_parts import find_in_parts
 from .leaves import find_leaf
 from .recomputed import find_recomputed
 from .rms_norms import find_rms_norm
@@ -43,6 +44,7 @@ RULES: tuple[Rule, ...] = (
     find_experts,
     find_attention,
     find_adapter,
+    find_in_parts,
     # a module that no other rule can patch may be cheap enough to run again
     find_recomputed,
 )

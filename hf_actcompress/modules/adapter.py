@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from .. import compilation, ops
 from ..ops.autocast import autocast_dtype
 from ..ops.snapshot import refuse_merges
-from ..records import current
 from .adapted_weights import adapts_a_weight, weights_declared
 from .base import ModuleMixin, recording
-from .experts import ExpertsMixin
-from .selective import recalled
 
 
 class AdapterMixin(ModuleMixin):
@@ -30,11 +26,7 @@ class AdapterMixin(ModuleMixin):
             return super().forward(*args, **kwargs)
         adapts = adapts_a_weight(self)
         with weights_declared(self._modules["base_layer"]) if adapts else nullcontext():
-            # with dropout the code itself has to run again, so that the second run draws what the first one drew
-            if current.call is None or not args or isinstance(_inner(self), ExpertsMixin) or _draws(self):
-                out = super().forward(*args, **kwargs)
-            else:
-                out = recalled(args[0], partial(super().forward, *args, **kwargs))
+            out = super().forward(*args, **kwargs)
         # an adapted parameter is recomputed in backward, and under autocast the casts of weights
         if adapts or (args and isinstance(args[0], Tensor) and autocast_dtype(args[0]) is not None):
             refuse_merges([self], out)
@@ -48,13 +40,3 @@ class AdapterMixin(ModuleMixin):
         if settings is None or not isinstance(x, Tensor) or not cast_enabled or not eager or not recording(x):
             return super()._cast_input_dtype(x, dtype)  # type: ignore[misc]
         return ops.cast(x, dtype, codec=settings.codec)
-
-
-def _inner(adapter: nn.Module) -> nn.Module | None:
-    """What nested adapters of several parameters adapt."""
-    base = adapter._modules.get("base_layer")
-    return _inner(base) if base is not None and adapts_a_weight(base) else base
-
-
-def _draws(module: nn.Module) -> bool:
-    return any(isinstance(child, nn.Dropout) and child.training and child.p > 0 for child in module.modules())

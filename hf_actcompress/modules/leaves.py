@@ -32,7 +32,6 @@ from .base import (
     recording,
     takes_gradient,
 )
-from .selective import recalled
 
 
 class _Module(ModuleMixin):
@@ -61,8 +60,7 @@ class LinearMixin(_Module):
         if is_compiling() and compilation.any_length():
             return self._untraced(x)  # type: ignore[no-any-return]
         derive = settings.keeps == "input"
-        compute = partial(ops.linear, x, weight, bias, transposed=transposed, codec=settings.codec, derive=derive)
-        return recalled(x, compute)
+        return ops.linear(x, weight, bias, transposed=transposed, codec=settings.codec, derive=derive)
 
     def _traced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         """The stock forward in a graph; its input is marked if it has a codec. Compiling time grows with each line."""
@@ -75,16 +73,6 @@ class LinearMixin(_Module):
         if x.requires_grad or weight.requires_grad:
             x = compilation.offer(x, codec)
         return linear_fwd(x, weight, self.bias, self.actcompress.kind == "transposed")
-
-
-class OwnLinearMixin(_Module):
-    """A subclass of nn.Linear with a forward of its own. Inside of a module that runs again it runs once only."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        x = only_tensor(args, kwargs)
-        if x is None or not keeps_for_backward(x, self.weight, self.bias):
-            return super().forward(*args, **kwargs)
-        return recalled(x, partial(super().forward, *args, **kwargs))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +104,7 @@ class Conv2dMixin(_Module):
             return self._conv_forward(compilation.offer(x, name), weight, bias)  # type: ignore[operator, no-any-return]
         if is_compiling() and compilation.any_length():
             return self._untraced(x)  # type: ignore[no-any-return]
-        return recalled(x, partial(ops.conv2d, x, weight, bias, settings.geometry, codec=codec, derive=derive))
+        return ops.conv2d(x, weight, bias, settings.geometry, codec=codec, derive=derive)
 
 
 class LayerNormMixin(_Module):

@@ -138,9 +138,7 @@ class TiledMixin(ModuleMixin):
         return last  # type: ignore[no-any-return]
 
     def _may_be_tiled(self) -> bool:
-        """Not in a module that runs again, with sharded weights, or where hooks would see tiles."""
-        if current.call is not None:
-            return False
+        """Not with sharded weights, or where hooks would see tiles."""
         return not any(is_sharded(part) or (part is not self and has_hooks(part)) for part in self.modules())
 
 

@@ -34,7 +34,7 @@ COLOURS = {
     "dropout": "#cc99bb",
     "checkpoint": "#bb55aa",
     "checkpoint_input": "#dd88cc",
-    "selective": "#882277",
+    "in_parts": "#882277",
     "recomputed": "#772266",
     "layer": "#eeaadd",
     "embedding": "#88cc66",

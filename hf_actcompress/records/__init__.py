@@ -11,7 +11,7 @@ from ._current import current, stock_only
 from .adapted import AdaptedWeight
 from .hooks import kept_through
 from .module_hooks import ModuleHooks, may_write, places_of
-from .nested import is_foreign, replaced, tensors_in, without_inference
+from .nested import replaced, tensors_in, without_inference
 from .net import netted
 from .outside import hooks_outside
 from .own_ops import applied, as_stock_saves, is_recomputed
@@ -49,13 +49,11 @@ from .registry import (
 )
 from .repeated_rows import RepeatedRows, repeated_rows_of
 from .saving import load, load_one, load_packed, save, saved_next
-from .selective import Forward, run_selectively
 from .storages import storage_sizes, storages_of
 
 __all__ = [
     "AdaptedWeight",
     "Derived",
-    "Forward",
     "ModuleHooks",
     "Padding",
     "Pending",
@@ -79,7 +77,6 @@ __all__ = [
     "hooks_outside",
     "in_frame",
     "is_dropped",
-    "is_foreign",
     "is_lossless",
     "is_recomputed",
     "keep",
@@ -102,7 +99,6 @@ __all__ = [
     "restores_rows",
     "rows_in_force",
     "rows_left_out",
-    "run_selectively",
     "save",
     "saved_next",
     "shared_copy",

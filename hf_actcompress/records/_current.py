@@ -1,9 +1,9 @@
-"""What is active in this thread: the net of a forward, and the call of a module that runs again in backward."""
+"""What is active in this thread: the net of a forward, the hooks of its modules, a report that watches."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -12,7 +12,6 @@ from torch import Tensor
 from ..private_apis import innermost_saved_tensor_hooks
 
 if TYPE_CHECKING:
-    from .held import Held
     from .outside import Hooks
 
 
@@ -30,18 +29,6 @@ class Netting:
         """Whether no other hooks have been installed since, such as those of a checkpointed region."""
         top = innermost_saved_tensor_hooks()
         return top is not None and top[0] is self.hooks[0]
-
-
-class Calling(Protocol):
-    """A module's own code, running for the first time or again."""
-
-    def linear(self, x: Tensor, compute: Callable[[], Tensor]) -> Tensor:
-        """What a linear layer of the module returns for x: computed, or as it was the first time."""
-        ...
-
-    def pack(self, x: Tensor) -> Held | None:
-        """What autograd holds in place of x, which the module's code saves; None if this call does not know x."""
-        ...
 
 
 class Watching(Protocol):
@@ -82,7 +69,6 @@ class Hooking(Protocol):
 class _Current(threading.local):
     def __init__(self) -> None:
         self.net: Netting | None = None
-        self.call: Calling | None = None
         self.watcher: Watching | None = None
         # patched modules run their stock code, because what they would save is gone when this block ends
         self.stock_only = False

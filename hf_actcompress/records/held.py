@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
@@ -41,36 +41,7 @@ class Made:
         self.recipe, self.sources = Recipe(compute), tuple(sources)
 
 
-class Again:
-    """A tensor that a module's own code saved. The module runs again in backward and saves it once more.
-
-    Args:
-        call: The call of the module.
-        index: The position of this tensor among those that the module's code saves.
-        x: The tensor, until the call ends.
-
-    Attributes:
-        version: The tensor's version when it was saved.
-        held: What autograd holds instead, if the module does not run again after all.
-    """
-
-    __slots__ = ("__weakref__", "call", "held", "index", "version", "x")
-
-    def __init__(self, call: Recalled, index: int, x: Tensor) -> None:
-        self.call, self.index, self.version = call, index, x._version
-        self.x: Tensor | None = x
-        self.held: Held | None = None
-
-
-class Recalled(Protocol):
-    """A call of a module that can run again in backward."""
-
-    def value(self, index: int, outside: Hooks | None) -> Tensor:
-        """The tensor that the module's code saves at position `index`."""
-        ...
-
-
-Held = Kept | Made | Again
+Held = Kept | Made
 
 
 def counted(held: Held) -> Held:
@@ -90,12 +61,6 @@ def value_of(held: Held, outside: Hooks | None) -> Tensor:
     """The saved tensor, computed or read. Raises RuntimeError if somebody has written into a kept tensor."""
     if isinstance(held, Made):
         return held.recipe.value(lambda: [value_of(source, outside) for source in held.sources])
-    if isinstance(held, Again):
-        if held.x is not None:
-            # this backward runs inside of the module's forward, so the call has not ended
-            check_versions((held.x,), (held.version,))
-            return held.x
-        return held.call.value(held.index, outside) if held.held is None else value_of(held.held, outside)
     tensors: tuple[Tensor, ...] = held.parts if outside is None else tuple(outside[1](part) for part in held.parts)
     if held.versions is not None:
         check_versions(tensors, held.versions)

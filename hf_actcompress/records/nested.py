@@ -26,11 +26,6 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             yield from tensors_in(item)
 
 
-def is_foreign(value: Any) -> bool:
-    """Whether a value is a container that can be written into and that `replaced` does not copy."""
-    return hasattr(type(value), "__setitem__") and not isinstance(value, (Tensor, UserDict, dict, list))
-
-
 _PLAIN = (bool, int, float, str)
 # stands for a tensor in nested arguments
 _PLACE = object()

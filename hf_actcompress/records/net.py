@@ -73,8 +73,7 @@ class Net(Netting):
         if self._parts is not None:
             self._parts.settle()
         own = own_tensors.take(x)
-        held: Held | None = None if own or current.call is None else current.call.pack(x)
-        held = held or self._smaller(x, own) or self._whole(x)
+        held = self._smaller(x, own) or self._whole(x)
         if number is not None:
             self._by_node.setdefault(number, []).append(weakref.ref(held))
         return counted(held)
@@ -94,10 +93,6 @@ class Net(Netting):
             self._parts.close()
         self._by_node.clear()
         self._made.clear()
-
-    def held_for(self, x: Tensor) -> Held:
-        """What to hold in place of x, which was saved a while ago and has not been written since."""
-        return counted(self._smaller(x) or self._whole(x))
 
     def _smaller(self, x: Tensor, own: bool = False) -> Held | None:
         if x.numel() < _SMALL or (x.grad_fn is None and isinstance(x, Parameter)):

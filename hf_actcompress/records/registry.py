@@ -251,7 +251,7 @@ def another_registry() -> Iterator[None]:
 
 @contextmanager
 def apart() -> Iterator[None]:
-    """While the block runs, this thread has no frame, no net, no selective call and no watcher.
+    """While the block runs, this thread has no frame, no net and no watcher.
 
     A module is tried so while a forward is in progress: the two must not see each other's records.
     """

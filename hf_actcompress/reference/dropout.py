@@ -49,9 +49,8 @@ def rng_state(device: torch.device) -> Tensor:
         if _captured(device):
             raise CaptureError(
                 "asked for the generator's state while a CUDA graph is captured: attention with dropout, and layers "
-                "with dropout that run again in backward, cannot be captured; set their dropout to 0. Tiled MLPs, and "
-                "what runs again under selective=True (eager attention), ask for it also without dropout; set "
-                "tiled_mlp=0 and selective=False"
+                "with dropout that run again in backward, cannot be captured; set their dropout to 0. Tiled MLPs ask "
+                "for it also without dropout; set tiled_mlp=0"
             )
         return torch.tensor(_seed_and_offset(_generator(device)), dtype=_OFFSET)
     state: Tensor = torch.get_device_module(device).get_rng_state(device)

@@ -15,7 +15,7 @@ from tests.fuzz.between import BETWEEN
 from tests.fuzz.case import Case
 from tests.fuzz.hooks import KINDS, PLACES
 
-# RoFormer's and Bloom's own attention and Mamba's scan are run again in backward (`CompressionConfig.selective`)
+# RoFormer, Bloom and Mamba have attention or a scan of their own making
 FAMILIES = (
     "llama", "gpt2-gelu-tanh", "bert", "t5", "qwen3", "gemma3", "roformer", "bloom", "mixtral", "falcon", "vit",
     "mamba",

@@ -41,7 +41,7 @@ FOUND = {
 
 def names_outside(model: nn.Module) -> list[str]:
     names = {module: name for name, module in model.named_modules()}
-    return [names[module] for module in outside_of(model, units_of(model, everywhere=True))]
+    return [names[module] for module in outside_of(model, units_of(model))]
 
 
 class WithHead(nn.Module):
@@ -73,9 +73,9 @@ def test_blocks_that_transformers_does_not_checkpoint() -> None:
     """FSMT's layers stand in lists and are of no class of transformers'. The encoder around them is none to patch."""
     config = tiny_config("fsmt")
     model = FSMTForConditionalGeneration(config)
-    before = units_of(model, everywhere=True)
+    before = units_of(model)
     patch_model(model, PLANS)
-    assert units_of(model, everywhere=True) == before and len(before) == 4
+    assert units_of(model) == before and len(before) == 4
     assert names_outside(model) == []
 
 

@@ -75,7 +75,7 @@ def test_error_against_fp64_oracle(family: Family, mode: str) -> None:
 @pytest.mark.daily(3)
 @families
 def test_eager_attention_and_its_outputs(family: Family) -> None:
-    """Eager attention runs again in backward, and still returns probabilities and hidden states."""
+    """Eager attention keeps no probabilities, and still returns probabilities and hidden states."""
     model = family.build(torch.bfloat16, attn_implementation="eager")
     batch = cast_batch(family.make_batch(family.paddings[-1]), torch.bfloat16)
     asked = {"output_attentions": True, "output_hidden_states": True}
@@ -89,7 +89,7 @@ def test_eager_attention_and_its_outputs(family: Family) -> None:
         assert not differing(ours, grads)
     report = patch_report(model)
     assert not [row for row in report.left_alone if row.role == "attention"]
-    assert [row for row in report.patched if row.role == "selective" and not row.note]
+    assert [row for row in report.patched if row.role == "in_parts" and not row.note]
 
 
 @families

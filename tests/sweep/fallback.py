@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from hf_actcompress import patch_model, patching
+from hf_actcompress import patch_model
 from hf_actcompress.models import root, rules
 from hf_actcompress.records import net, own_ops
 
@@ -49,10 +49,6 @@ def _nodes() -> list[Any]:
     return [patch.object(net.Net, "_computed", _nothing)]
 
 
-def _selective() -> list[Any]:
-    return [patch.object(patching, "find_selective", _nothing)]
-
-
 # what is switched off -> how
 PARTS: dict[str, Callable[[], list[Any]]] = {
     "parts": _parts,
@@ -60,9 +56,8 @@ PARTS: dict[str, Callable[[], list[Any]]] = {
     "recomputed": lambda: [_without("find_recomputed")],
     "attention": lambda: [_without("find_attention")],
     "leaves": lambda: [_without(*LEAVES)],
-    "selective": _selective,
     "net": lambda: [patch.object(root, "netted", lambda *_: nullcontext())],
-    "all": lambda: [_without(*LEAVES, "find_attention", "find_experts"), *_nodes(), *_parts(), *_selective()],
+    "all": lambda: [_without(*LEAVES, "find_attention", "find_experts"), *_nodes(), *_parts()],
 }
 
 
