@@ -14,14 +14,11 @@ _MODULE = "actcompress_module"
 
 def module_reading(x: Node) -> str:
     """The id of the module whose forward first reads x or a view of it; if none does, of the one that computes x."""
-    pending = [x]
-    for node in pending:
-        for user in node.users:
-            if is_view(user):
-                pending.append(user)
-            elif (module := running(user)) is not None:
-                return module
-    return running(x) or ""
+    views, readers = [x], list[Node]()
+    for node in views:
+        views += filter(is_view, node.users)
+        readers += (user for user in node.users if not is_view(user) and running(user) is not None)
+    return running(min(readers, default=x)) or ""
 
 
 def running(node: Node) -> str | None:

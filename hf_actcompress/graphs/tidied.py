@@ -21,9 +21,13 @@ def name_placeholders(graph: Graph, inputs: int) -> None:
 
 
 def without_copies(graph: Graph) -> None:
-    """Let all that read a copy, or another name of a tensor, read the tensor itself."""
+    """Let all that read a copy, or another name of a tensor, read the tensor itself. What has to be kept is the tensor:
+    torch 2.14 and newer write other names of it than older ones.
+    """
     for node in list(graph.nodes):
         if node.target in _SAME:
+            if "recompute" in node.meta:
+                node.args[0].meta["recompute"] = node.meta["recompute"]
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
 

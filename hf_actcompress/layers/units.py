@@ -31,8 +31,9 @@ def units_of(model: nn.Module, named: Sequence[str] = ()) -> list[nn.Module]:
 
 
 def outside_of(model: nn.Module, units: Sequence[nn.Module]) -> list[nn.Module]:
-    """The modules with children outside of layers and blocks, such as embeddings, the transform before a head, or a
-    pooler: the outermost ones without a layer, a model or a model's output layer inside.
+    """The modules of a patched model outside of layers and blocks that have code of their own, such as embeddings, the
+    transform before a head, a pooler, or a norm of a model's own making: the outermost ones without a layer, a model or
+    a model's output layer inside.
 
     Args:
         model: The model, which is none of them itself.
@@ -44,13 +45,23 @@ def outside_of(model: nn.Module, units: Sequence[nn.Module]) -> list[nn.Module]:
 
 
 def _outermost(module: nn.Module, known: set[int]) -> Iterator[nn.Module]:
-    """The outermost modules below one that have children, and no model and nothing of `known` inside."""
+    """The outermost modules below one that have code of their own, and no model and nothing of `known` inside."""
     for child in module.children():
         parts = list(child.modules())
         if isinstance(child, _LISTS) or any(id(part) in known or isinstance(part, PreTrainedModel) for part in parts):
             yield from _outermost(child, known)
-        elif len(parts) > 1:
+        elif len(parts) > 1 or _is_own_code(child):
             yield child
+
+
+def _is_own_code(module: nn.Module) -> bool:
+    """Whether a module without children, which no rule has patched, computes something with weights by other code than
+    that of torch's modules."""
+    settings, kind = settings_of(module), stock_type(module)
+    if isinstance(module, nn.Embedding) or (settings is not None and settings.role not in RUN_BY_PLANS):
+        return False
+    torchs = {vars(base).get("forward") for base in kind.__mro__ if base.__module__.startswith("torch.nn.modules.")}
+    return bool(module._parameters) and kind.forward not in torchs
 
 
 def blocks_named(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:

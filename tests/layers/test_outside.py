@@ -58,10 +58,8 @@ class WithHead(nn.Module):
 
 @pytest.mark.parametrize("name", FOUND)
 def test_which_they_are(name: str) -> None:
-    model = BY_NAME[name].build()
-    assert names_outside(model) == FOUND[name]
-    patch_model(model, PLANS)
-    # the second look is at a patched model, as where adapters come later
+    model = patch_model(BY_NAME[name].build(), PLANS)
+    # a second look finds the same, as where adapters come later
     assert names_outside(model) == FOUND[name]
     roles = [row.name for row in patch_report(model).patched if row.role == Role.MODULE]
     assert roles == FOUND[name]

@@ -8,9 +8,11 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.fx import Graph
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint
 
 from hf_actcompress import patch_model
+from hf_actcompress.graphs.tidied import without_copies
 from tests.oracle import assert_equal_bits, kept_bytes
 
 Write = Callable[[nn.Module], None]
@@ -95,3 +97,16 @@ def test_backward_reads_what_the_forward_has_read() -> None:
     assert_equal_bits([*stock.state_dict().values()], [*ours.state_dict().values()])
     assert_equal_bits(*[[p.grad for p in m.parameters() if p.grad is not None] for m in (stock, ours)])
     assert kept_bytes(lambda: ours(x)) < kept_bytes(lambda: stock(x))
+
+
+@pytest.mark.parametrize("names", [0, 1, 2])
+def test_what_is_said_of_another_name_is_said_of_the_tensor(names: int) -> None:
+    """torch 2.14 and newer write another name of what is computed, which older ones do not."""
+    graph = Graph()
+    made = named = graph.call_function(torch.ops.aten.mul.Tensor, (graph.placeholder("weight"), 0.5))
+    for _ in range(names):
+        named = graph.call_function(torch.ops.aten.alias.default, (named,))
+    named.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+    graph.output((named,))
+    without_copies(graph)
+    assert graph.output_node().args[0] == (made,) and made.meta["recompute"] == CheckpointPolicy.MUST_SAVE

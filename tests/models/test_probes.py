@@ -17,10 +17,8 @@ from hf_actcompress.config import PRESETS
 from hf_actcompress.models.gated_mlps import find_gated_mlp
 from hf_actcompress.models.probe import DTYPES, Answers, answers_kept
 from hf_actcompress.models.rms_norms import find_rms_norm
-from hf_actcompress.models.rules import find_site
 from hf_actcompress.models.sites import Declined, Site
 from hf_actcompress.modules.base import PatchedModule
-from hf_actcompress.modules.leaves import OwnLinearMixin
 from tests.families import BY_NAME
 
 WIDTH = 24
@@ -189,33 +187,6 @@ class SwitchedRMSNorm(LlamaRMSNorm):
     def forward(self, hidden_states: Tensor) -> Tensor:
         x = hidden_states if self.clamp is None else hidden_states.clamp(-self.clamp, self.clamp)
         return super().forward(x)
-
-
-class WideLinear(nn.Linear):
-    """It returns fp32, as routers do."""
-
-    __module__ = "transformers.models.own"
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x).float()
-
-
-class ScaledLinear(WideLinear):
-    """A linear layer until its scale is trained: Dory's head."""
-
-    def __init__(self) -> None:
-        super().__init__(WIDTH, 8)
-        self.scale = nn.Parameter(torch.ones(8))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * self.scale
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_linear_layers_of_a_models_own(dtype: torch.dtype) -> None:
-    found = find_site(WideLinear(WIDTH, 8).to(dtype), CompressionConfig())
-    assert isinstance(found, Site) and found.mixin is OwnLinearMixin
-    assert isinstance(find_site(ScaledLinear().to(dtype), CompressionConfig()), Declined)
 
 
 def test_modules_that_are_alike_are_asked_once_and_others_each() -> None:

@@ -54,12 +54,15 @@ def _cache(model: nn.Module, batch: dict[str, Any], seen: SavedTensors, run: Run
     )
 
 
+_OF_ATTENTION = (Role.ATTENTION, Role.IN_PARTS)
+
+
 def _attention(model: nn.Module, seen: SavedTensors, roles: dict[str, Role]) -> Iterator[Advice]:
     """Square tensors [B, heads, S, S] saved in attention modules. A mask has a storage of B S S elements, saved
     neither by dropout nor by softmax; the others are probabilities.
     """
     width = _head_width(model)
-    inside = [t for t in seen.tensors if roles[t.module] == "attention" and _is_square(t, width)]
+    inside = [t for t in seen.tensors if roles[t.module] in _OF_ATTENTION and _is_square(t, width)]
     eager = getattr(_config(model), "_attn_implementation", None) == "eager"
     masks = [t for t in inside if not t.call and t.nbytes == t.dtype.itemsize * t.shape[0] * t.shape[2] * t.shape[3]]
     if len(masks) > 1 and not eager:

@@ -117,14 +117,23 @@ def _middle(trace: Trace, intervals: Sequence[range], length: int) -> tuple[int,
     if not length:
         return intervals[0].start, intervals[0].start
     shapes = [tuple(map(trace.change, interval)) for interval in intervals]
-    row, length = max(((_row(shapes, n), n) for n in (length, _distance(shapes)) if n), key=lambda pair: len(pair[0]))
-    if 2 * len(row) < length:
+    row, found = _longest(shapes, [length, _distance(shapes)])
+    if 2 * len(row) < found:
+        # the step with fewer units may have been the first one, in which layers are traced
+        row, found = _longest(shapes, range(length // 2 + 1, 2 * length))
+    if 2 * len(row) < found:
         return None
+    length = found
     # the first unit may leave something to the second one to free, so that the row is a little shorter than a unit
     first = row.start + max(0, len(row) - length) // 2
     if first + length >= len(intervals):
         return None
     return intervals[first].start, intervals[first + length].start
+
+
+def _longest(shapes: Sequence[tuple[int, ...]], distances: Sequence[int]) -> tuple[range, int]:
+    """Of these distances, the one with the longest row of places whose shapes occur again so many places later."""
+    return max(((_row(shapes, n), n) for n in distances if n), key=lambda pair: len(pair[0]))
 
 
 def _row(shapes: Sequence[tuple[int, ...]], length: int) -> range:
