@@ -36,8 +36,6 @@ class Role(StrEnum):
     CHECKPOINT_INPUT = "checkpoint_input", "checkpoint_input"
     # eager attention and linear attention, which may be computed in parts
     IN_PARTS = "in_parts", "other"
-    # a model's own norms and activations: the codec is that of norms if they have parameters, else that of MLPs
-    RECOMPUTED = "recomputed"
     ADAPTER = "adapter"
     BATCH_NORM = "batch_norm"
     LAYER = "layer"

@@ -22,6 +22,7 @@ from ..methods.norm_output.reference import layer_norm_output_reasons
 from ..methods.row_sample.codec import RowSample
 from ..methods.row_sample.codec_gradient_norms import RememberedNorms
 from ..modules.base import FoundWith, Settings
+from ..modules.batch_norm import BatchNormMixin
 from ..modules.leaves import (
     ActivationMixin,
     ActivationSettings,
@@ -77,6 +78,7 @@ if hasattr(hf, "SqrtSoftplusActivation"):  # newer than transformers 5.17
 # the same types if they compose the function in Python, which in fp32 is more accurate than the kernel
 _COMPOSED = {hf.GELUActivation: ActivationRow("gelu_erf"), hf.GELUTanh: ActivationRow("gelu_new")}
 
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 WITH_PARAMETERS = (nn.PReLU, hf.XIELUActivation)
 
 
@@ -94,6 +96,9 @@ def find_leaf(module: nn.Module, config: CompressionConfig) -> Site | Declined |
         return _activation(module, config, _COMPOSED[kind])
     if kind in ACTIVATION_TYPES:
         return _activation(module, config, ACTIVATION_TYPES[kind])
+    if kind in _BATCH_NORMS:
+        # torch's own node keeps the input, so a codec has no effect
+        return Site(BatchNormMixin, Settings(Role.BATCH_NORM, "input")) if config.derive_linear else None
     if kind in WITH_PARAMETERS:
         return Declined(Role.ACTIVATION, "has parameters of its own; not pointwise in its input alone")
     if isinstance(module, nn.Embedding):

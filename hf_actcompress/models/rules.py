@@ -24,7 +24,6 @@ from .gated_mlps import find_gated_mlp
 from .heads import find_head, output_layers
 from .in_parts import find_in_parts
 from .leaves import find_leaf
-from .recomputed import find_recomputed
 from .rms_norms import find_rms_norm
 from .root import pretrained_models
 from .sites import Declined, Site
@@ -45,8 +44,6 @@ RULES: tuple[Rule, ...] = (
     find_attention,
     find_adapter,
     find_in_parts,
-    # a module that no other rule can patch may be cheap enough to run again
-    find_recomputed,
 )
 # rules of other packages, which are tried first; their decision is final
 OTHERS_RULES: list[Rule] = []

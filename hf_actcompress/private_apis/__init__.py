@@ -63,18 +63,6 @@ def next_sequence_number() -> int:
     return torch._C._autograd._get_sequence_nr()
 
 
-def tensors_holding(storage: int) -> int:
-    """How many tensors hold the memory of a storage, which is given by its ``_cdata``."""
-    return torch._C._storage_Use_Count(storage) - _counted_beside_tensors()
-
-
-@cache
-def _counted_beside_tensors() -> int:
-    """How many references torch counts for a storage's Python object, which exists once ``_cdata`` was read."""
-    x = torch.empty(1)
-    return torch._C._storage_Use_Count(x.untyped_storage()._cdata) - 1
-
-
 _AUTOGRAD_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradFunctionality)
 _AUTOGRAD_KEYS |= torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
 

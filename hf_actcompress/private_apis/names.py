@@ -57,7 +57,6 @@ PRIVATE_APIS: tuple[PrivateAPI, ...] = (
     PrivateAPI("torch.zeros(1)._is_view", _T, "outputs of Functions must not be views"),
     PrivateAPI("torch.ops.aten._unsafe_view", _T, "the same memory as a tensor that is no view"),
     PrivateAPI("torch.zeros(1).untyped_storage()._cdata", _T, "the identity of a storage, also of fake tensors"),
-    PrivateAPI("torch._C._storage_Use_Count", _T, "whether anybody holds more of a tensor than the part that is kept"),
     PrivateAPI("torch.nn.functional._max_pool2d", _T, "whose indices are saved"),
     PrivateAPI("torch.zeros(1).to_sparse()._indices", _T, "the memory of a sparse tensor, also if not coalesced"),
     PrivateAPI("torch.zeros(1).to_sparse()._values", _T, "the memory of a sparse tensor, also if not coalesced"),

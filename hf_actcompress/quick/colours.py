@@ -35,7 +35,6 @@ COLOURS = {
     "checkpoint": "#bb55aa",
     "checkpoint_input": "#dd88cc",
     "in_parts": "#882277",
-    "recomputed": "#772266",
     "layer": "#eeaadd",
     "embedding": "#88cc66",
     "tokens": "#aaddaa",

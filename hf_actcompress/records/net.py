@@ -7,8 +7,7 @@ While the forward of a patched model runs, saved-tensor hooks look at every tens
 - if the autograd node that made it keeps everything that it was made of (the product of gate and up, `nodes.py`),
 - if it is the mask of `torch.nn.functional.dropout`: that is kept as bits.
 
-A part of a larger tensor is kept as a copy where nothing else holds the rest (`parts.py`), and the indices of a
-max-pooling are kept in as few bytes as the image needs.
+The indices of a max-pooling are kept in as few bytes as the image needs.
 
 Under a lossy preset, the large activations that are left are kept through a codec.
 
@@ -39,7 +38,6 @@ from .held import Held, Kept, Made, counted, value_of
 from .nodes import POINTWISE_NODES, computation
 from .outside import hooks_outside, stands_before
 from .padding import checkpointed, is_dropped
-from .parts import Parts
 from .record import Derived, Record, is_lossless
 from .registry import known_record, whole_record_of
 from .saving import Leaves, Slot, own_tensors, slot_of
@@ -58,9 +56,8 @@ class Net(Netting):
         self.outside = hooks_outside()
         stands_before(self, self.outside)
         self.hooks = self.pack, self.unpack
-        # parts are copied only if it is known who holds the whole tensor; among outer hooks, only those of a report are
-        # known to hold their input
-        self._parts = Parts(self.outside) if self.outside is None or current.watcher is not None else None
+        # hooks of others would copy the whole of an adapted weight for each part of it
+        self._makes_parts = self.outside is None or current.watcher is not None
         # number of a node -> what it saved, in order
         self._by_node: dict[int, list[weakref.ref[Held]]] = {}
         # id of a tensor object -> how it is recomputed; an entry ends with the object
@@ -70,10 +67,8 @@ class Net(Netting):
         """What autograd holds in place of x [any shape], which is being saved."""
         # the current node's number, read before a proof makes further nodes; checkpointing saves inputs without a node
         number = None if is_saved_by_checkpointing(1) else next_sequence_number() - 1
-        if self._parts is not None:
-            self._parts.settle()
         own = own_tensors.take(x)
-        held = self._smaller(x, own) or self._whole(x)
+        held = self._smaller(x, own) or self._kept(x)
         if number is not None:
             self._by_node.setdefault(number, []).append(weakref.ref(held))
         return counted(held)
@@ -89,8 +84,6 @@ class Net(Netting):
     def close(self) -> None:
         """Drop what only a forward in progress needs. The hooks are methods of this object and keep it alive."""
         del self.hooks
-        if self._parts is not None:
-            self._parts.close()
         self._by_node.clear()
         self._made.clear()
 
@@ -100,13 +93,6 @@ class Net(Netting):
         held = None if x.grad_fn is None else self._computed(x)
         # our own ops have decided about the rest themselves
         return held if held is not None or own else self._recorded(x) or self._functional(x) or self._packed(x)
-
-    def _whole(self, x: Tensor) -> Kept:
-        """x as it is, or a copy if x is a part of a tensor whose rest nobody will hold."""
-        held = self._kept(x)
-        if self._parts is not None:
-            self._parts.note(held, x)
-        return held
 
     def _kept(self, *tensors: Tensor, slot: Slot | None = None) -> Kept:
         # aliases without a graph, because the graph may hold this object. A leaf is kept itself, because FSDP2 and
@@ -145,8 +131,7 @@ class Net(Netting):
     def _recorded(self, x: Tensor) -> Held | None:
         """How x is recomputed by its record in the registry, which knows our ops' tensors; None without a record."""
         record = known_record(x)
-        if record is None and self._parts is not None:
-            # hooks of others would copy the whole weight for each part
+        if record is None and self._makes_parts:
             record = part_of_adapted_weight(x)
         if record is None or is_dropped(record):
             # padding rows are dropped only in ops that check the gradient in those rows

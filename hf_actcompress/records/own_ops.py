@@ -12,7 +12,6 @@ from ..compiling import is_compiling
 from ..private_apis import bare_apply, pop_saved_tensor_hooks, push_saved_tensor_hooks
 from ._current import current
 from .nodes import POINTWISE_NODES
-from .parts import is_part
 from .saving import own_tensors
 
 _Result_co = TypeVar("_Result_co", covariant=True)
@@ -21,8 +20,7 @@ _Result_co = TypeVar("_Result_co", covariant=True)
 class _Off:
     """The net is off while one of our ops runs, because the op decides what to keep. That saves time on the host.
 
-    The net is on again before autograd saves, if a saved tensor was made by a node of stock code that keeps its inputs,
-    or is a part of a larger tensor.
+    The net is on again before autograd saves, if a saved tensor was made by a node of stock code that keeps its inputs.
     """
 
     # no __init__, which would be a call for each of our ops
@@ -37,7 +35,7 @@ class _Off:
                     continue
                 # most tensors are ruled out without a call: this runs for each of our ops
                 base = x if x._base is None else x._base
-                if type(base.grad_fn).__name__ in POINTWISE_NODES or (x.nbytes < base.nbytes and is_part(x)):
+                if type(base.grad_fn).__name__ in POINTWISE_NODES:
                     push_saved_tensor_hooks(*self.hooks)
                     self.on = True
                     break

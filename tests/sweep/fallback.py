@@ -21,7 +21,7 @@ from unittest.mock import patch
 
 from hf_actcompress import patch_model
 from hf_actcompress.models import root, rules
-from hf_actcompress.records import net, own_ops
+from hf_actcompress.records import net
 
 from . import savings
 from .batches import NOTES, find_batch, with_labels
@@ -30,7 +30,7 @@ from .pair import Subject, refused
 from .step import Batch
 
 RESULTS = Path(__file__).parent / "results"
-LEAVES = ("find_leaf", "find_rms_norm", "find_gated_mlp", "find_recomputed", "find_tiled_mlp")
+LEAVES = ("find_leaf", "find_rms_norm", "find_gated_mlp", "find_tiled_mlp")
 
 
 def _without(*names: str) -> Any:
@@ -41,23 +41,17 @@ def _nothing(*_: Any, **__: Any) -> None:
     return None
 
 
-def _parts() -> list[Any]:
-    return [patch.object(net, "Parts", _nothing), patch.object(own_ops, "is_part", lambda x: False)]
-
-
 def _nodes() -> list[Any]:
     return [patch.object(net.Net, "_computed", _nothing)]
 
 
 # what is switched off -> how
 PARTS: dict[str, Callable[[], list[Any]]] = {
-    "parts": _parts,
     "nodes": _nodes,
-    "recomputed": lambda: [_without("find_recomputed")],
     "attention": lambda: [_without("find_attention")],
     "leaves": lambda: [_without(*LEAVES)],
     "net": lambda: [patch.object(root, "netted", lambda *_: nullcontext())],
-    "all": lambda: [_without(*LEAVES, "find_attention", "find_experts"), *_nodes(), *_parts()],
+    "all": lambda: [_without(*LEAVES, "find_attention", "find_experts"), *_nodes()],
 }
 
 

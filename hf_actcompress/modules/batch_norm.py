@@ -1,4 +1,4 @@
-"""Patched modules that are a cheap function of one tensor and some vectors: they keep their input and run again."""
+"""Patched BatchNorms: stock's code runs, and the output is known to be recomputed from the input."""
 
 from __future__ import annotations
 
@@ -9,25 +9,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .. import compilation, ops
+from .. import compilation
 from ..ops import layer_calls
 from ..records import declare, stored_exact, whole_record_of
-from .base import ModuleMixin, code_of, is_sharded, keeps_for_backward, only_tensor
-
-
-class RecomputedMixin(ModuleMixin):
-    """A norm or an activation of a model's own making."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        x, settings = only_tensor(args, kwargs), self.actcompress
-        if compilation.is_traced() and settings is not None and x is not None and x.requires_grad:
-            return super().forward(compilation.offer(x, settings.codec_name))
-        if x is None or settings is None or compilation.is_traced() or is_sharded(self):
-            return super().forward(*args, **kwargs)
-        own = ops.Snapshot(self, code_of, buffers=True)
-        if not own.is_closed or not x.is_floating_point() or not x.numel() or not keeps_for_backward(x, *own.tensors):
-            return super().forward(*args, **kwargs)
-        return ops.recomputed(x, self.stock_forward(), own, codec=settings.codec)
+from .base import ModuleMixin, is_sharded, keeps_for_backward, only_tensor
 
 
 class BatchNormMixin(ModuleMixin):
