@@ -33,6 +33,8 @@ from .padding import is_dropped, keep, keep_later, padding_in, rows_left_out
 from .record import Derived, Recipe, Record, Stored
 from .views import pixels_first, tokens_first
 
+# a part of at most one in so many elements is kept as a copy
+_FEW = 4
 _Key = tuple[int, int, int, torch.dtype, int]
 
 
@@ -208,6 +210,9 @@ def record_in_order_of(x: Tensor, order: Tensor, codec: Codec) -> Record:
     known = None if entry is None else entry.seen_as(order)
     if known is not None:
         return known
+    if _is_of_few(order):
+        # the other tokens would be kept for the first one of a sentence
+        order = order.clone()
     if (codec == IDENTITY and rows_left_out(order) is None) or _is_parameter(x):
         return Stored(IDENTITY, (order.clone() if order.is_inference() else order,))
     record = keep_later(order, codec)
@@ -215,6 +220,12 @@ def record_in_order_of(x: Tensor, order: Tensor, codec: Codec) -> Record:
     if entry is not None and entry.record is None:
         entry.describe(order, record)
     return record
+
+
+def _is_of_few(x: Tensor) -> bool:
+    """Whether x is a view of a few elements of an activation."""
+    base = x._base
+    return base is not None and not isinstance(base, Parameter) and _FEW * x.numel() <= base.numel()
 
 
 def _is_parameter(x: Tensor) -> bool:

@@ -27,6 +27,7 @@ from tests.layers.plans import (
     pair,
     plans_of,
 )
+from tests.oracle import assert_equal_bits
 from tests.oracle import kept_bytes as kept_by
 from tests.sweep.configs import tiny_config
 
@@ -172,3 +173,21 @@ def test_of_the_first_tokens_a_copy_is_kept() -> None:
 def test_they_are_not_compiled() -> None:
     ours: Any = patch_model(BY_NAME["bert"].build(), CompressionConfig(compile=True))
     assert [settings_of(x).compile for x in (ours.bert.embeddings, ours.bert.encoder.layer[0])] == [False, True]
+
+
+@pytest.mark.parametrize("tokens", [1, 4, 16])
+def test_of_a_few_tokens_a_linear_layer_keeps_a_copy(tokens: int) -> None:
+    """As ViT's classifier reads the first one."""
+    torch.manual_seed(0)
+    stock = nn.Linear(32, 32)
+    ours, x = patch_model(copy.deepcopy(stock)), torch.randn(4, 16, 32)
+
+    def loss(model: nn.Module) -> Tensor:
+        # the product is read by no one else
+        return model((x * 2)[:, :tokens]).sum()
+
+    for model in (stock, ours):
+        loss(model).backward()
+    assert_equal_bits([p.grad for p in ours.parameters()], [p.grad for p in stock.parameters()])
+    kept = [kept_by(lambda model=model: loss(model)) for model in (stock, ours)]
+    assert kept[1] == x[:, :tokens].nbytes <= kept[0]
