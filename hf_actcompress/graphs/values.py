@@ -46,6 +46,11 @@ def numbers_in(x: Tensor) -> bytes:
     return found[2]
 
 
+def _memory(x: Tensor) -> int:
+    place: int = x.untyped_storage()._cdata
+    return place
+
+
 def _bytes(x: Tensor) -> bytes:
     found: bytes = x.detach().cpu().numpy().tobytes()
     return found
@@ -117,11 +122,8 @@ class Reading(TorchDispatchMode):  # type: ignore[no-untyped-call]
         found: list[Tensor | None] = []
         for x in indices:
             known = x is not None and x.dtype == torch.bool and id(x) in self._made
-            found += (
-                self._constant(self._compute(aten.nonzero_numpy.default, *pytree.tree_flatten(((x,), {}))))
-                if known
-                else [x]
-            )
+            flat, form = pytree.tree_flatten(((x,), {}))
+            found += self._constant(self._compute(aten.nonzero_numpy.default, flat, form)) if known else [x]
         return found
 
     def _constant(self, found: Any) -> Any:
@@ -132,10 +134,10 @@ class Reading(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return found
 
     def _known(self, func: Any, flat: list[Any]) -> bool:
-        """Whether a result follows from known tensors. One that is written on is known no longer."""
+        """Whether a result follows from known tensors. One that is written on, by any name, is known no longer."""
         if func._schema.is_mutable:
-            for x in flat:
-                self._made.pop(id(x), None)
+            written = {_memory(x) for x in flat if isinstance(x, Tensor)}
+            self._made = {key: made for key, made in self._made.items() if _memory(made.x) not in written}
             return False
         if torch.Tag.nondeterministic_seeded in func.tags:
             return False

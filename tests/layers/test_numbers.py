@@ -196,6 +196,30 @@ class Looking(GradientCheckpointingLayer):
         return y if mask.all() else y * mask[..., None]
 
 
+class Writing(GradientCheckpointingLayer):
+    """Makes a mask in a part of which it writes, through another name of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen = torch.zeros(5, dtype=torch.bool)
+        chosen[:2] = True
+        return self.linear(x)[:, chosen] * int(chosen.long().sum())
+
+
+def test_a_mask_that_is_written_on_is_not_known_any_more() -> None:
+    stock = nn.Sequential(Writing()).train()
+    ours, x = patch_model(copy.deepcopy(stock)), torch.randn(2, 5, 8)
+    results = []
+    for model in (stock, ours):
+        y = model(x)
+        y.square().sum().backward()
+        results.append([y.detach(), *(p.grad for p in model.parameters())])
+    assert_equal_bits(*results)
+
+
 def test_a_mask_is_checked_and_an_index_is_not_read() -> None:
     """A graph for each of them would be one for each batch."""
     model = patch_model(nn.Sequential(Looking()).train())
