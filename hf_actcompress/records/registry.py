@@ -34,7 +34,7 @@ from .record import Derived, Recipe, Record, Stored
 from .views import pixels_first, tokens_first
 
 # a part of at most one in so many elements is kept as a copy
-_FEW = 4
+_FEW = 16
 _Key = tuple[int, int, int, torch.dtype, int]
 
 
