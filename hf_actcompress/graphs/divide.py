@@ -9,7 +9,7 @@ import torch
 from torch import SymInt
 from torch.fx import Graph, GraphModule, Node
 
-from ..compilation.policy import draws_or_writes, is_view, numel
+from ..compilation.policy import CODEC, draws_or_writes, is_view, numel
 from ..private_apis.graphs import divided
 from .batch_norms import compute_once, updates_statistics
 from .few_tokens import keep_few_tokens
@@ -64,7 +64,7 @@ def divide(joint: Joint) -> Halves:
     compute_once(forward.graph)
     _keep_bases(forward, backward, joint.outputs)
     keep_few_tokens(forward, backward, joint.outputs, {x.name for x in joint.placeholders[: joint.parameters]})
-    names = [x.name for x in _results(forward)[joint.outputs :]]
+    named = [(x.name, x.meta.get(CODEC)) for x in _results(forward)[joint.outputs :]]
     for module in (forward, backward):
         tidy(module)
     fuse(backward.graph)
@@ -75,7 +75,11 @@ def divide(joint: Joint) -> Halves:
         fewer_views(module.graph)
     returned = list(_results(forward))
     # tidied, two kept nodes may be one
-    now = dict(zip(names, returned[joint.outputs :], strict=True))
+    now = {}
+    for (name, mark), x in zip(named, returned[joint.outputs :], strict=True):
+        now[name] = x
+        if mark is not None:
+            x.meta.setdefault(CODEC, mark)
     _read_once(backward.graph, now)
     given = [node for node in backward.graph.nodes if node.op == "placeholder"]
     kept = list(dict.fromkeys(returned[joint.outputs :]))

@@ -1,21 +1,23 @@
-"""Of an input of which backward reads a small part alone, such as the first token of each sequence, a copy is kept.
+"""Of a tensor of which backward reads a part alone, a copy of the part is kept. A view would hold the whole tensor.
 
-The input itself would hold all of its memory. If somebody else keeps it anyway, the copy costs little.
+Of an input that is a small part, such as the first token of each sequence: somebody else may keep the input anyway, and
+then the copy costs little. What the layer has made, such as queries, keys and values in one product, nobody else keeps.
 """
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Collection
 
 import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from ..compilation.policy import CODEC, is_view, numel
+from ..compilation.policy import is_view, numel
 
 _SIZE = torch.ops.aten.sym_size.int
-# the part is smaller than the input by this factor at least
-_FEW = 8
+# the part is smaller than an input, and than what the layer has made, by this factor at least
+_OF_INPUT, _OF_MADE = 8, 2
 
 
 def keep_few_tokens(forward: GraphModule, backward: GraphModule, outputs: int, weights: Collection[str]) -> None:
@@ -30,9 +32,10 @@ def keep_few_tokens(forward: GraphModule, backward: GraphModule, outputs: int, w
     returned = list(output.args[0])  # type: ignore[arg-type]
     read = {node.name: node for node in backward.graph.nodes if node.op == "placeholder"}
     for place, x in enumerate(returned[outputs:], outputs):
-        if x.op == "placeholder" and x.name in read and x.name not in weights:
+        if x.name in read and x.name not in weights:
             given = read[x.name]
-            part = _part(given)
+            held = x.op == "placeholder" or x in returned[:outputs]
+            part = _part(given, _OF_INPUT if held else _OF_MADE)
             if part:
                 returned[place] = _copied(forward.graph, backward.graph, x, part)
                 sizes = [user for user in given.users if user.target is _SIZE]
@@ -41,21 +44,28 @@ def keep_few_tokens(forward: GraphModule, backward: GraphModule, outputs: int, w
     output.args = (tuple(returned),)
 
 
-def _part(x: Node) -> list[Node]:
-    """The views, one after the other, by which a backward reads a small part of x alone, beside its sizes; none if it
-    reads more."""
+def _part(x: Node, few: int) -> list[Node]:
+    """The views, one after the other, by which a backward reads a part of x alone that is smaller by a factor, beside
+    its sizes; none if it reads more."""
     chain, node = list[Node](), x
     while True:
         readers = [user for user in node.users if user.target is not _SIZE or node is not x]
-        if len(readers) != 1 or not is_view(readers[0]) or len(readers[0].all_input_nodes) != 1:
+        if len(readers) != 1 or not _shows(readers[0]) or len(readers[0].all_input_nodes) != 1:
             return []
         node = readers[0]
         chain.append(node)
         value = node.meta["val"]
+        if isinstance(value, (list, tuple)):
+            continue
         if not isinstance(value, Tensor) or not value.is_floating_point():
             return []
-        if numel(value) * _FEW <= numel(x.meta["val"]):
+        if numel(value) * few <= numel(x.meta["val"]):
             return chain
+
+
+def _shows(node: Node) -> bool:
+    """Whether a node is a view of a tensor, or one of several views."""
+    return is_view(node) or node.target is operator.getitem
 
 
 def _copied(forward: Graph, backward: Graph, x: Node, chain: list[Node]) -> Node:
@@ -72,9 +82,8 @@ def _copied(forward: Graph, backward: Graph, x: Node, chain: list[Node]) -> Node
             name=f"part_of_{x.name}",
         )
     value = chain[-1].meta["val"]
-    copy.meta = {**chain[-1].meta, "val": value.new_empty(value.shape)}
-    if CODEC in x.meta:
-        copy.meta[CODEC] = x.meta[CODEC]
+    # it is kept as x would be: by the module that has made x, and through that codec
+    copy.meta = {**chain[-1].meta, **x.meta, "val": value.new_empty(value.shape)}
     _read_from(backward, copy, chain[-1])
     for node in reversed(chain):
         backward.erase_node(node)

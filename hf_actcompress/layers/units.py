@@ -55,13 +55,13 @@ def _outermost(module: nn.Module, known: set[int]) -> Iterator[nn.Module]:
 
 
 def _is_own_code(module: nn.Module) -> bool:
-    """Whether a module without children, which no rule has patched, computes something with weights by other code than
-    that of torch's modules."""
+    """Whether a module without children, which no rule has patched, computes something by other code than that of
+    torch's modules. With buffers alone it makes tables, such as angles."""
     settings, kind = settings_of(module), stock_type(module)
     if isinstance(module, nn.Embedding) or (settings is not None and settings.role not in RUN_BY_PLANS):
         return False
     torchs = {vars(base).get("forward") for base in kind.__mro__ if base.__module__.startswith("torch.nn.modules.")}
-    return bool(module._parameters) and kind.forward not in torchs
+    return bool(module._parameters or not module._buffers) and kind.forward not in {*torchs, nn.Module.forward}
 
 
 def blocks_named(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:

@@ -175,6 +175,36 @@ def test_they_are_not_compiled() -> None:
     assert [settings_of(x).compile for x in (ours.bert.embeddings, ours.bert.encoder.layer[0])] == [False, True]
 
 
+class Cut(nn.Module):
+    """A block that cuts what it has made in parts, of which backward needs one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.down = nn.Linear(64, 192), nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        a, b, c = self.linear(x).chunk(3, dim=-1)
+        return x + self.down(nn.functional.silu(a)) + b + c
+
+
+@pytest.mark.parametrize(("preset", "share"), [("exact", 1.0), ("int8", 0.3)])
+def test_of_what_a_layer_has_made_the_part_that_backward_reads_is_kept(preset: str, share: float) -> None:
+    """Stock keeps all three parts for one: the part is a view of all of them."""
+    torch.manual_seed(0)
+    stock, x = nn.Sequential(Cut(), Cut()), torch.randn(4, 64, 64)
+    ours = patch_model(copy.deepcopy(stock), preset)
+    grads = []
+    for model in (stock, ours):
+        model(x).square().sum().backward()
+        grads.append([p.grad for p in model.parameters()])
+    if preset == "exact":
+        assert_equal_bits(*grads)
+    assert [plan.leaf_calls for plan in plans_of(ours)] == [0, 0]
+    one, two = (kept_by(lambda model=model: model(x)) for model in (ours[:1], ours))
+    # of the second block its input, and a part
+    assert two - one <= (1 + 0.02 + share) * x.nbytes
+
+
 @pytest.mark.parametrize("tokens", [1, 16])
 def test_of_a_few_tokens_a_linear_layer_keeps_a_copy(tokens: int) -> None:
     """As ViT's classifier reads the first one."""
