@@ -187,8 +187,8 @@ class Cut(nn.Module):
         return x + self.down(nn.functional.silu(a)) + b + c
 
 
-@pytest.mark.parametrize(("preset", "share"), [("exact", 1.0), ("int8", 0.3)])
-def test_of_what_a_layer_has_made_the_part_that_backward_reads_is_kept(preset: str, share: float) -> None:
+@pytest.mark.parametrize(("preset", "bytes_of_both"), [("exact", 2.0), ("int8", 0.54)])
+def test_of_what_a_layer_has_made_the_part_that_backward_reads_is_kept(preset: str, bytes_of_both: float) -> None:
     """Stock keeps all three parts for one: the part is a view of all of them."""
     torch.manual_seed(0)
     stock, x = nn.Sequential(Cut(), Cut()), torch.randn(4, 64, 64)
@@ -201,8 +201,8 @@ def test_of_what_a_layer_has_made_the_part_that_backward_reads_is_kept(preset: s
         assert_equal_bits(*grads)
     assert [plan.leaf_calls for plan in plans_of(ours)] == [0, 0]
     one, two = (kept_by(lambda model=model: model(x)) for model in (ours[:1], ours))
-    # of the second block its input, and a part
-    assert two - one <= (1 + 0.02 + share) * x.nbytes
+    # of the second block its input, and a part as large
+    assert two - one <= bytes_of_both * x.nbytes
 
 
 @pytest.mark.parametrize("tokens", [1, 16])
