@@ -12,9 +12,9 @@ from torch.fx import Graph, GraphModule, Node
 from ..compilation.policy import CODEC, draws_or_writes, is_view, numel
 from ..private_apis.graphs import divided
 from .batch_norms import compute_once, updates_statistics
-from .few_tokens import keep_few_tokens
 from .fewer_views import fewer_views
 from .fused import fuse
+from .kept_parts import keep_parts
 from .opaque_inputs import give_again
 from .redraw import state_before
 from .rules import tag
@@ -63,7 +63,7 @@ def divide(joint: Joint) -> Halves:
     forward, backward = divided(joint.module, [*joint.inputs, *joint.tangents], joint.mode, joint.outputs)
     compute_once(forward.graph)
     _keep_bases(forward, backward, joint.outputs)
-    keep_few_tokens(forward, backward, joint.outputs, {x.name for x in joint.placeholders[: joint.parameters]})
+    keep_parts(forward, backward, joint.outputs, {x.name for x in joint.placeholders[: joint.parameters]})
     named = [(x.name, x.meta.get(CODEC)) for x in _results(forward)[joint.outputs :]]
     for module in (forward, backward):
         tidy(module)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..compiling import is_traced_plan
 from ..private_apis import above_autograd, without_dispatch_modes
-from .autocast import SameAutocast, autocast_dtype
+from .autocast import autocast_dtype
 from .first_order import once_differentiable
 from .nodes import node
 from .snapshot import alias
@@ -23,28 +23,34 @@ _Rule = Callable[..., tuple[Tensor, Tensor]]
 
 
 class _InSegments(NamedTuple):
+    """A rule, which always runs under the autocast of the call that named it, and how many tokens a segment has."""
+
     rule: _Rule
     step: int
+    device: str
     autocast: torch.dtype | None
 
+    def __call__(self, *inputs: Any) -> tuple[Tensor, Tensor]:
+        with torch.autocast(self.device, self.autocast, enabled=self.autocast is not None, cache_enabled=False):
+            return self.rule(*inputs)
 
-# what is computed in segments, which nodes name by their place here, and the function under its autocast
+
+# what is computed in segments, which nodes name by their place here
 _known: list[_InSegments] = []
-_rules: list[SameAutocast] = []
 
 
 def _run(inputs: list[Tensor], place: int) -> tuple[Tensor, Tensor]:
     # all tokens at once: in segments the last bits of products may differ
-    out, state = _rules[place](*inputs, None)
+    out, state = _known[place](*inputs, None)
     return out.contiguous(), state.contiguous()
 
 
 def _run_backward(
     inputs: list[Tensor], dout: Tensor | None, dstate: Tensor | None, needed: list[bool], place: int
 ) -> list[Tensor]:
-    rule, step, grads = _rules[place], _known[place].step, _like_inputs(inputs, dout, dstate, needed, place)
+    rule, grads = _known[place], _like_inputs(inputs, dout, dstate, needed, place)
     # all segments, also of inputs without data, because backward holds one more state for each segment
-    parts = [slice(start, start + step) for start in range(0, inputs[0].size(1), step)]
+    parts = [slice(start, start + rule.step) for start in range(0, inputs[0].size(1), rule.step)]
     before: list[Tensor | None] = [None]
     with torch.no_grad():
         for part in parts[:-1]:
@@ -117,7 +123,7 @@ class LinearAttentionFunction(torch.autograd.Function):
 def _sizes(inputs: tuple[Tensor, ...], place: int) -> tuple[list[int], list[torch.dtype]]:
     """The sizes of one token's output and of a state, one after the other, and their dtypes."""
     with without_dispatch_modes():
-        out, state = _rules[place](*(x.new_zeros((1, 1, *x.shape[2:])) for x in inputs), None)
+        out, state = _known[place](*(x.new_zeros((1, 1, *x.shape[2:])) for x in inputs), None)
     return [*out.shape[2:], *state.shape[1:]], [out.dtype, state.dtype]
 
 
@@ -140,9 +146,8 @@ def linear_attention(rule: _Rule, step: int, *inputs: Tensor) -> tuple[Tensor, T
     Gradient:
         Exact, first order only: backward runs stock's own ops on the segments twice, for the states and for gradients.
     """
-    key = _InSegments(rule, step, autocast_dtype(inputs[0]))
+    key = _InSegments(rule, step, inputs[0].device.type, autocast_dtype(inputs[0]))
     if key not in _known:
         _known.append(key)
-        _rules.append(SameAutocast(rule, inputs[0]))
     out: tuple[Tensor, Tensor] = LinearAttentionFunction.apply(_known.index(key), *inputs)  # type: ignore[no-untyped-call]
     return out

@@ -14,6 +14,7 @@ from .report import Advice
 from .saved_tensors import SavedTensor, SavedTensors
 
 Run = Callable[..., SavedTensors]
+_OF_ATTENTION = (Role.ATTENTION, Role.IN_PARTS)
 
 
 def advise(
@@ -52,9 +53,6 @@ def _cache(model: nn.Module, batch: dict[str, Any], seen: SavedTensors, run: Run
         seen.total - run(use_cache=False).total,
         "set model.config.use_cache = False (or pass use_cache=False) while training",
     )
-
-
-_OF_ATTENTION = (Role.ATTENTION, Role.IN_PARTS)
 
 
 def _attention(model: nn.Module, seen: SavedTensors, roles: dict[str, Role]) -> Iterator[Advice]:

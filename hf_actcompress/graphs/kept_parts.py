@@ -20,7 +20,7 @@ _SIZE = torch.ops.aten.sym_size.int
 _OF_INPUT, _OF_MADE = 8, 2
 
 
-def keep_few_tokens(forward: GraphModule, backward: GraphModule, outputs: int, weights: Collection[str]) -> None:
+def keep_parts(forward: GraphModule, backward: GraphModule, outputs: int, weights: Collection[str]) -> None:
     """Let a forward return copies of such parts, which the backward reads, in the place of the inputs.
 
     Args:
