@@ -2,8 +2,9 @@
 
 The forward of an attention module looks `eager_attention_forward` up among the globals of its modeling file: Gemma 2's
 has a softcap, gpt-oss's has sinks. A patched module runs a copy of that forward (function_copies.py). That copy finds
-our function, which calls the file's own one for some queries at a time, with all keys and values, if the mask of the
-call need not be made (see packed_masks.py). All other calls are stock's.
+our function, which calls the file's own one for some queries at a time, with all keys and values, in forward and again
+in backward. So the probabilities are not kept, and a mask need not be made (see packed_masks.py). Calls with dropout and
+calls whose probabilities a hook reads are stock's.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..codecs import IDENTITY
-from ..modules.base import has_hooks, is_sharded, recording, settings_of, stock_type
+from ..modules.base import has_hooks, is_sharded, keeps_for_backward, recording, settings_of, stock_type
 from ..private_apis import without_dispatch_modes
 from ..roles import Role
 from .eager_attention import eager_function_of
@@ -63,15 +64,10 @@ def _ours(stock: _Eager) -> _Eager:
     def eager_attention_forward(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
     ) -> tuple[Tensor, Tensor | None]:
-        if not isinstance(attention_mask, ops.PackedMask):
-            return stock(module, query, key, value, attention_mask, **kwargs)
-        weights = [w for w in module._parameters.values() if w is not None]
-        shape = attention_mask.shape[0], attention_mask.shape[-1]
-        fits = all((x.size(0), x.size(2)) == shape for x in (query, key, value))
-        plain = not torch.is_grad_enabled() or recording(query, key, value, *weights)
         read = _read(stock, kwargs)
-        if not fits or not plain or read is None or kwargs.get("dropout"):
-            return stock(module, query, key, value, attention_mask.values(), **kwargs)
+        if read is None or kwargs.get("dropout") or not _in_rows(module, query, key, value, attention_mask):
+            mask = attention_mask.values() if isinstance(attention_mask, ops.PackedMask) else attention_mask
+            return stock(module, query, key, value, mask, **kwargs)
         settings = settings_of(module)
         of_module = partial(partial, _of_rows, stock, read)
         own = ops.Snapshot(module, of_module, weights="own")
@@ -81,8 +77,20 @@ def _ours(stock: _Eager) -> _Eager:
     return eager_attention_forward
 
 
+def _in_rows(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> bool:
+    """Whether a call is computed in rows: one whose mask has no memory, and one of which backward would keep more than
+    q, k and v."""
+    weights = [w for w in module._parameters.values() if w is not None]
+    if isinstance(mask, ops.PackedMask):
+        shape = mask.shape[0], mask.shape[-1]
+        fits = all((x.size(0), x.size(2)) == shape for x in (q, k, v))
+        return fits and (not torch.is_grad_enabled() or recording(q, k, v, *weights))
+    constant = mask is None or (not mask.requires_grad and mask.dim() == 4)
+    return constant and keeps_for_backward(q, k, v, *weights) and goes_in_rows(module)
+
+
 def _of_rows(
-    stock: _Eager, kwargs: dict[str, Any], module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor
+    stock: _Eager, kwargs: dict[str, Any], module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None
 ) -> Tensor:
     return stock(module, q, k, v, mask, **kwargs)[0]
 

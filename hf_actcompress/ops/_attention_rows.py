@@ -1,8 +1,10 @@
-"""A model's own attention (a softcap, sinks), computed for some rows of queries at a time: no T x T tensor is made."""
+"""A model's own attention (a softcap, sinks), computed for some rows of queries at a time: no T x T tensor is kept, and
+none is made for a mask without memory."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +21,9 @@ from .region import result_in_region
 from .snapshot import Snapshot, alias, of_function
 
 # stock's call: (some rows of queries, all keys, all values, these rows of the mask) -> [B, rows, H, D]
-_Attend = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+_Attend = Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
+# rows [begin, end) of a mask
+_Rows = Callable[[int, int], Tensor | None]
 # the largest and the smallest number of queries per call; between these bounds, the number of scores of all heads
 _MOST, _LEAST, _SCORES = 256, 32, 2**23
 
@@ -29,24 +33,23 @@ class AttentionRowsFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, attend: _Attend, mask: PackedMask, step: int, q: Tensor, k: Tensor, v: Tensor, codec: Codec,
+        ctx: Any, attend: _Attend, mask: Tensor | None, step: int, q: Tensor, k: Tensor, v: Tensor, codec: Codec,
         own: Snapshot, *weights: Tensor,
     ) -> Tensor:  # fmt: skip
         (out,) = result_in_region(lambda: (_in_rows(attend, mask, step, q, k, v),))
-        bounds = mask.bounds()
+        kept, ctx.rows_of = _kept_of(mask)
         records = [whole_record_of(x, codec) for x in (q, k, v)]
-        save(ctx, *records, None if bounds is None else stored_exact(bounds), *map(stored_exact, weights))
+        save(ctx, *records, None if kept is None else stored_exact(kept), *map(stored_exact, weights))
         ctx.again = SameAutocast(own.run, q)
-        ctx.mask, ctx.step = (mask.sequences, mask.window, mask.dtype), step
+        ctx.step = step
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, bounds, *weights = load(ctx, dout)
+        q, k, v, kept, *weights = load(ctx, dout)
         needed = (*ctx.needs_input_grad[3:6], *ctx.needs_input_grad[8:])
-        sequences, window, dtype = ctx.mask
-        mask = MaskRows(sequences, window, dtype, bounds, q.device)
+        mask = ctx.rows_of(kept)
         dq = torch.empty_like(q) if needed[0] else None
         # all blocks add to the sums for these
         shared = (k, v, *weights)
@@ -68,6 +71,18 @@ class AttentionRowsFunction(torch.autograd.Function):
         return None, None, None, dq, dk, dv, None, None, *dweights
 
 
+def _kept_of(mask: Tensor | None) -> tuple[Tensor | None, Callable[[Tensor | None], _Rows]]:
+    """What is kept of a mask, and the function that makes its rows from that."""
+    if isinstance(mask, PackedMask):
+        return mask.bounds(), partial(MaskRows, mask.sequences, mask.window, mask.dtype, device=mask.device)
+    return mask, partial(partial, _rows_of)
+
+
+def _rows_of(mask: Tensor | None, begin: int, end: int) -> Tensor | None:
+    """Rows of a mask that has memory; one row serves all queries."""
+    return mask if mask is None or mask.size(-2) == 1 else mask[..., begin:end, :]
+
+
 def _zeros(x: Tensor) -> Tensor:
     return torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32))
 
@@ -78,10 +93,11 @@ def _rows_at_a_time(q: Tensor, k: Tensor) -> int:
 
 
 @torch.no_grad()
-def _in_rows(attend: _Attend, mask: PackedMask, step: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def _in_rows(attend: _Attend, mask: Tensor | None, step: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """[B, T, H, Dv], contiguous."""
     out: Tensor | None = None
-    mask_rows = mask.rows()
+    kept, rows_of = _kept_of(mask)
+    mask_rows = rows_of(kept)
     for rows in tiles(q, step):
         part = attend(q[:, :, rows], k, v, mask_rows(rows.start, rows.stop))
         if out is None:
@@ -93,7 +109,7 @@ def _in_rows(attend: _Attend, mask: PackedMask, step: int, q: Tensor, k: Tensor,
 
 def attention_rows(
     attend: _Attend,
-    mask: PackedMask,
+    mask: Tensor | None,
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -106,9 +122,10 @@ def attention_rows(
 
     Args:
         attend: Stock's attention, which takes k and v with their own heads and an additive mask.
-        mask: Which tokens see which. Its values are computed only for the rows of one call at a time.
+        mask: Which tokens see which: additive, [1 or B, 1 or H, 1 or T, Tk]; None: all see all. The values of a
+            `PackedMask` are computed only for the rows of one call at a time.
         q: ``[B, H, T, D]``.
-        k, v: ``[B, Hkv, T, D]``.
+        k, v: ``[B, Hkv, Tk, D]``.
         own: The module whose attention that is, as it is now, and its weights, such as gpt-oss's sinks. Its code runs
             in backward. None: no module is read.
         step: How many queries at a time; None: by the size of their scores.
@@ -118,7 +135,7 @@ def attention_rows(
         ``[B, T, H, D]``.
 
     Saves:
-        q, k, v, and the bounds of the sequences in place of the mask. No scores, no probabilities.
+        q, k, v and the mask; of a `PackedMask` the bounds of its sequences. No scores, no probabilities.
 
     Gradient:
         Exact: stock's own ops compute each block, and sums over blocks are in fp32. First order only.

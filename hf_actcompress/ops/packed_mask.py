@@ -11,7 +11,6 @@ from torch.utils._pytree import tree_map_only
 
 from .. import compilation
 from ..private_apis import without_torch_function
-from ..reference.mask_rows import MaskRows
 from ..reference.sequences import Band, Sequences
 
 
@@ -53,10 +52,6 @@ class PackedMask(Tensor):
         if self.made is None:
             self.made = self.make()
         return self.made
-
-    def rows(self) -> MaskRows:
-        """Additive values, some rows of queries at a time."""
-        return MaskRows(self.sequences, self.window, self.dtype, self.bounds(), self.device)
 
     def bounds(self) -> Tensor | None:
         """Where each sequence starts in the tokens of all rows, and their end, [N + 1] int32; for a band, `real`."""

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_actcompress import CompressionConfig, patch_model
+from hf_actcompress import CompressionConfig, kept_bytes, patch_model
 from hf_actcompress.models import attention_rows, packed_masks
 from hf_actcompress.ops import PackedMask, _attention_rows
 from tests.families import (
@@ -111,7 +111,8 @@ def test_rows_of_a_mask_are_stocks(family: Family, given: str, small: list[int])
     assert len(seen) == 2 and not small
     for mask in seen:
         assert isinstance(mask, PackedMask)
-        assert torch.equal(mask.rows()(11, 37).expand(*mask.shape[:2], -1, -1), mask.values()[:, :, 11:37])
+        kept, rows_of = _attention_rows._kept_of(mask)
+        assert torch.equal(rows_of(kept)(11, 37).expand(*mask.shape[:2], -1, -1), mask.values()[:, :, 11:37])
 
 
 WAYS: dict[str, Any] = {
@@ -161,6 +162,21 @@ def test_stock_decides_in_all_other_calls(case: str, family: Family, monkeypatch
     assert not differing(grads, expected) if family.bit_equal else relative_error(grads, expected) < 0.01
     if case == "attentions asked for":
         assert all(torch.equal(a, b) for a, b in zip(ours(**batch).attentions, stock(**batch).attentions, strict=True))
+
+
+@families
+def test_module_by_module_no_probabilities_are_kept(family: Family) -> None:
+    """Of a mask that has memory, too; unless somebody asks for them."""
+    stock, batch = model_of(family, "fp32"), batch_of(family, "padding")
+    ours = patch_model(copy.deepcopy(stock), CompressionConfig(plans=False))
+    without_rows = patch_model(copy.deepcopy(stock), CompressionConfig(plans=False, selective=False))
+    assert relative_error(step(ours, batch)[1], step(stock, batch)[1]) < 1e-6
+    kept, more = (kept_bytes(lambda model=model: model(**batch).loss, "cpu") for model in (ours, without_rows))
+    config, tokens = stock.config, batch["input_ids"].shape
+    probabilities = tokens.numel() * tokens[1] * config.num_attention_heads * config.num_hidden_layers * 4
+    assert kept <= more - 0.9 * probabilities
+    asked = [model(**batch, output_attentions=True).attentions for model in (ours, stock)]
+    assert len(asked[0]) == 2 and all(map(torch.equal, *asked))
 
 
 def test_a_function_that_looks_across_rows_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
