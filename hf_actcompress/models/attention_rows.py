@@ -3,8 +3,8 @@
 The forward of an attention module looks `eager_attention_forward` up among the globals of its modeling file: Gemma 2's
 has a softcap, gpt-oss's has sinks. A patched module runs a copy of that forward (function_copies.py). That copy finds
 our function, which calls the file's own one for some queries at a time, with all keys and values, in forward and again
-in backward. So the probabilities are not kept, and a mask need not be made (see packed_masks.py). Calls with dropout and
-calls whose probabilities a hook reads are stock's.
+in backward. So the probabilities are not kept, and a mask need not be made (see packed_masks.py). Calls with dropout,
+and those whose probabilities a hook reads, are stock's.
 """
 
 from __future__ import annotations
