@@ -57,7 +57,7 @@ class Recomputed:
     def declare(self, y: Tensor, kept: Sequence[Tensor], sizes: Sequence[int], sharded: bool) -> None:
         """Declare that y is recomputed; `sharded`: whether the weights' memory is freed when the layer has run."""
         places = zip(self.sources, self.own, self.weights, strict=True)
-        sources = [source_of(kept[i], own, copied=sharded and weight) for i, own, weight in places]
+        sources = [source_of(kept[i], own or weight, copied=sharded and weight) for i, own, weight in places]
         if any(isinstance(source, Derived) and not restores_rows(source) for source in sources):
             # from layer to layer, the first backward would make all of them again at once
             return

@@ -9,19 +9,33 @@ from torch.fx import Graph, Node
 
 aten = torch.ops.aten
 _VIEW = aten.view.default
+# views that begin where the tensor begins
+_WHOLE = {_VIEW, aten.expand.default, aten.permute.default, aten.transpose.int}
 
 
 def fewer_views(graph: Graph) -> None:
-    """Let sums have the shape that is read, and let pointwise calls between two views run without them.
+    """Let sums have the shape that is read, let pointwise calls between two views run without them, and let no view be
+    of the shape and order that its tensor has.
 
     The graph is changed in place; no number changes.
     """
     for node in list(graph.nodes):
-        if node.target is _VIEW:
+        if node.target in _WHOLE and _changes_nothing(node):
+            node.replace_all_uses_with(node.args[0])
+        elif node.target is _VIEW:
             _sum_as_read(graph, node)
         elif torch.Tag.pointwise in getattr(node.target, "tags", ()):
             _as_read(graph, node)
     graph.eliminate_dead_code()
+
+
+def _changes_nothing(view: Node) -> bool:
+    x: Any = view.args[0]
+    # it may have been erased since
+    if x is None or any(reader.op == "output" for reader in view.users):
+        return False
+    seen, given = view.meta["val"], x.meta["val"]
+    return str((seen.shape, seen.stride())) == str((given.shape, given.stride()))
 
 
 def _sum_as_read(graph: Graph, view: Node) -> None:

@@ -112,7 +112,7 @@ def source_of(x: Any, own: bool, copied: bool) -> Record:
 
     Args:
         x: A weight, an activation from outside, or the record of one from inside.
-        own: Whether nobody but the plan knows the tensor.
+        own: Whether nobody but the plan knows the tensor, or it is a weight.
         copied: Whether its memory is freed before the output is recomputed.
     """
     if isinstance(x, (Stored, Derived)):

@@ -87,7 +87,8 @@ def checksum(x: Tensor | None) -> Tensor | None:
         return None
     octets = x.detach().contiguous().view(-1).view(torch.uint8)
     whole = octets.numel() // 8 * 8
-    return octets[:whole].view(torch.int64).sum() + octets[whole:].sum()
+    total = octets[:whole].view(torch.int64).sum()
+    return total if whole == octets.numel() else total + octets[whole:].sum()
 
 
 def _equal(a: Tensor | None, b: Tensor | None) -> bool:

@@ -215,7 +215,9 @@ def is_dropped(record: Record) -> bool:
         return False
     if isinstance(record, Pending):
         return record.dropped
-    return isinstance(record.recipe.recompute, RealRows) or any([is_dropped(source) for source in record.sources])
+    # most sources are stored; a call for each of them would cost more than the look
+    dropped = [source for source in record.sources if type(source) is not Stored and is_dropped(source)]
+    return bool(dropped) or isinstance(record.recipe.recompute, RealRows)
 
 
 def restores_rows(record: Record) -> bool:

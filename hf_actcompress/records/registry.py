@@ -116,7 +116,7 @@ def declare(y: Tensor, recompute: Callable[..., Tensor], *sources: Record) -> No
         sources: Records of what y is made from; weights, statistics and RNG states as `stored_exact`.
     """
     if y.is_contiguous():
-        declare_as(y, Derived(Recipe(recompute), sources))
+        _insert(y, Derived(Recipe(recompute), sources))
     elif y.dim() == 4 and y.is_contiguous(memory_format=torch.channels_last):
         declare_in_order(y, y.permute(0, 2, 3, 1), partial(pixels_first, recompute), *sources)
     elif y.dim() in (3, 4):

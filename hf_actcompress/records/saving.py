@@ -129,7 +129,8 @@ def count(slot: Slot | None) -> None:
         # consumer
         if slot.recipe.uses == 1:
             for source in slot.sources:
-                count(source)
+                if type(source) is _DerivedSlot:
+                    count(source)
 
 
 def save(ctx: Any, *records: Record | None) -> None:
