@@ -90,11 +90,6 @@ class LayerPlan:
     _backwards: dict[Any, tuple[Callable[..., Any], tuple[int, ...]]] = field(default_factory=dict)
 
     @cached_property
-    def places_outside(self) -> list[int]:
-        """The places of kept inputs among the kept tensors."""
-        return [x.place for x in self.outside]
-
-    @cached_property
     def calls_again(self) -> bool:
         """Whether its backward calls what no tracer sees into: what runs again, and MLPs in tiles."""
         return any(node.target in _CALLS for node in self.halves.backward.graph.nodes)

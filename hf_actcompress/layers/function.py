@@ -16,7 +16,7 @@ from ..ops import layer_calls
 from ..ops.autocast import autocast_off
 from ..ops.first_order import once_differentiable
 from ..private_apis import bare_apply, below_autograd
-from ..records import Record, current, record_of, rows_in_force, saved_next
+from ..records import Record, current, record_of, rows_in_force
 from .handing import Heads, no_views, with_heads
 from .stages import Stages, no_gradients, run_backward, stages_of
 
@@ -83,7 +83,6 @@ class PlanFunction(torch.autograd.Function):
             kept, ctx.slots, keepers = taken_apart(kept, way.outside, keepers, plan.left_out is not None)
         if current.watcher is not None:
             current.watcher.keeps(kept, keepers, checkpointed=plan.checkpointed)
-        saved_next(kept, plan.places_outside)
         ctx.save_for_backward(*kept)
         ctx.sizes = found[plan.tensors :]
         ctx.plan, ctx.backward_of, ctx.stages, ctx.heads = plan, way.backward, stages, heads

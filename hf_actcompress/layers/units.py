@@ -14,6 +14,8 @@ from ..modules.base import settings_of, stock_type
 from ..roles import RUN_BY_PLANS
 
 _LISTS = (nn.ModuleList, nn.ModuleDict)
+# these keep their input in any case, whatever a subclass of them adds
+_PRODUCTS = (nn.Embedding, nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 def units_of(model: nn.Module, named: Sequence[str] = ()) -> list[nn.Module]:
@@ -58,7 +60,7 @@ def _is_own_code(module: nn.Module) -> bool:
     """Whether a module without children, which no rule has patched, computes something by other code than that of
     torch's modules. With buffers alone it makes tables, such as angles."""
     settings, kind = settings_of(module), stock_type(module)
-    if isinstance(module, nn.Embedding) or (settings is not None and settings.role not in RUN_BY_PLANS):
+    if isinstance(module, _PRODUCTS) or (settings is not None and settings.role not in RUN_BY_PLANS):
         return False
     torchs = {vars(base).get("forward") for base in kind.__mro__ if base.__module__.startswith("torch.nn.modules.")}
     return bool(module._parameters or not module._buffers) and kind.forward not in {*torchs, nn.Module.forward}

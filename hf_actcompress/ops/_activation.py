@@ -17,7 +17,6 @@ from ..records import (
     applied,
     declare,
     is_lossless,
-    is_recomputed,
     load,
     record_of,
     save,
@@ -54,7 +53,7 @@ class ActivationFunction(torch.autograd.Function):
         record = record_of(x, codec.keeping_sign() if kind in SIGN_DECIDES else codec)
         again = SameAutocast(stock, x)
         rebuild: Callable[..., Tensor] = partial(_rebuild, stock=again, kind=kind, options=options, dtype=y.dtype)
-        if kind == "relu" and codec == IDENTITY and isinstance(record, Stored) and not is_recomputed(x):
+        if kind == "relu" and codec == IDENTITY and isinstance(record, Stored):
             # f' can be computed from the output, too, and a stock layer that follows keeps the output anyway
             record, rebuild = stored_exact(y.detach()), itself
         # if x is derived from a rounded tensor, such as a BatchNorm's input, the rebuilt x may have a wrong sign

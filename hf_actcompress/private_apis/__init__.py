@@ -58,11 +58,6 @@ __all__ = [
 ]
 
 
-def next_sequence_number() -> int:
-    """The number that the next autograd node of this thread gets."""
-    return torch._C._autograd._get_sequence_nr()
-
-
 _AUTOGRAD_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradFunctionality)
 _AUTOGRAD_KEYS |= torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
 

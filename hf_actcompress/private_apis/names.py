@@ -30,10 +30,6 @@ PRIVATE_APIS: tuple[PrivateAPI, ...] = (
     PrivateAPI("torch._C._autograd._push_saved_tensors_default_hooks", _T, "the net's hooks on again"),
     PrivateAPI("torch.autograd._profiler_enabled", _T, "a second profiler would end the first"),
     PrivateAPI("torch.ones(1)._post_accumulate_grad_hooks", _T, "who uses a gradient as soon as it is there"),
-    PrivateAPI("torch._C._autograd._get_sequence_nr", _T, "which node saves a tensor"),
-    PrivateAPI("torch.ones(1, requires_grad=True).exp().grad_fn._sequence_nr", _T, "which node made a tensor"),
-    PrivateAPI("torch.nn.functional.glu(torch.ones(2, requires_grad=True)).grad_fn._saved_dim", _T, "what a pointwise "
-               "node has computed its output with"),
     PrivateAPI("torch._C._autograd._unsafe_set_version_counter", _T, "adapters of experts are "
                "registered and write nothing"),
     PrivateAPI("torch._C._autograd._saved_tensors_hooks_is_enabled", _T, "saved-tensor hooks may be installed"),

@@ -14,7 +14,7 @@ from .module_hooks import ModuleHooks, may_write, places_of
 from .nested import replaced, tensors_in, without_inference
 from .net import netted
 from .outside import hooks_outside
-from .own_ops import applied, as_stock_saves, is_recomputed
+from .own_ops import applied, as_stock_saves
 from .padding import (
     Padding,
     checkpointed,
@@ -48,7 +48,7 @@ from .registry import (
     whole_record_of,
 )
 from .repeated_rows import RepeatedRows, repeated_rows_of
-from .saving import load, load_one, load_packed, save, saved_next
+from .saving import load, load_one, load_packed, save
 from .storages import storage_sizes, storages_of
 
 __all__ = [
@@ -78,7 +78,6 @@ __all__ = [
     "in_frame",
     "is_dropped",
     "is_lossless",
-    "is_recomputed",
     "keep",
     "kept_through",
     "known_record",
@@ -100,7 +99,6 @@ __all__ = [
     "rows_in_force",
     "rows_left_out",
     "save",
-    "saved_next",
     "shared_copy",
     "shared_derivation",
     "shares_rows",

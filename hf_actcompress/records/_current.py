@@ -21,10 +21,6 @@ class Netting:
     hooks: Any
     outside: Hooks | None
 
-    def makes(self, x: Tensor) -> bool:
-        """Whether x, which is saved next, is recomputed and not kept."""
-        return False
-
     def is_innermost(self) -> bool:
         """Whether no other hooks have been installed since, such as those of a checkpointed region."""
         top = innermost_saved_tensor_hooks()

@@ -10,7 +10,6 @@ import sys
 from functools import partial
 
 import torch
-import torch.utils.checkpoint
 from torch import Tensor
 
 from ..reference.bits import pack_mask, unpack_mask
@@ -39,12 +38,6 @@ def smaller_record(x: Tensor, frames: int) -> Derived | None:
         return None
     unpacked = partial(_unpacked, shape=x.shape, dtype=x.dtype, keep=1 - p)
     return Derived(Recipe(unpacked), (stored_exact(pack_mask(x.bool())),))
-
-
-def is_saved_by_checkpointing(frames: int) -> bool:
-    """Whether torch's checkpointing saves a tensor now."""
-    caller = sys._getframe(frames + 1).f_back
-    return caller is not None and caller.f_code.co_filename == torch.utils.checkpoint.__file__
 
 
 def _unpacked(bits: Tensor, shape: torch.Size, dtype: torch.dtype, keep: float) -> Tensor:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor
 
 from .outside import Hooks
-from .record import Recipe
 from .saving import Slot, count
 
 
@@ -21,46 +19,21 @@ class Kept:
         slot: Computes the saved value from the tensors; None: the value is the only part.
     """
 
-    __slots__ = ("__weakref__", "parts", "slot", "versions")
+    __slots__ = ("parts", "slot", "versions")
 
     def __init__(self, parts: tuple[Any, ...], versions: tuple[int, ...] | None, slot: Slot | None) -> None:
         self.parts, self.versions, self.slot = parts, versions, slot
 
 
-class Made:
-    """Nothing is kept for this tensor: it is computed from tensors that other nodes hold anyway.
-
-    Args:
-        compute: Computes the tensor.
-        sources: What it is computed from.
-    """
-
-    __slots__ = ("__weakref__", "recipe", "sources")
-
-    def __init__(self, compute: Callable[..., Tensor], sources: Iterable[Held]) -> None:
-        self.recipe, self.sources = Recipe(compute), tuple(sources)
-
-
-Held = Kept | Made
-
-
-def counted(held: Held) -> Held:
+def counted(held: Kept) -> Kept:
     """Count one more consumer of the value. The last consumer that reads the value drops it."""
-    if isinstance(held, Made):
-        held.recipe.uses += 1
-        if held.recipe.uses == 1:
-            # only the consumer that computes the value in a backward reads the sources
-            for source in held.sources:
-                counted(source)
-    elif isinstance(held, Kept) and held.slot is not None:
+    if held.slot is not None:
         count(held.slot)
     return held
 
 
-def value_of(held: Held, outside: Hooks | None) -> Tensor:
+def value_of(held: Kept, outside: Hooks | None) -> Tensor:
     """The saved tensor, computed or read. Raises RuntimeError if somebody has written into a kept tensor."""
-    if isinstance(held, Made):
-        return held.recipe.value(lambda: [value_of(source, outside) for source in held.sources])
     tensors: tuple[Tensor, ...] = held.parts if outside is None else tuple(outside[1](part) for part in held.parts)
     if held.versions is not None:
         check_versions(tensors, held.versions)

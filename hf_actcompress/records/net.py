@@ -4,7 +4,6 @@ While the forward of a patched model runs, saved-tensor hooks look at every tens
 
 - if the registry has a derived record of it (the output of a norm that an unknown attention reads), or of the weight
   of which it is a part (an expert of a stack of weights that an adapter has made, `adapted.py`),
-- if the autograd node that made it keeps everything that it was made of (the product of gate and up, `nodes.py`),
 - if it is the mask of `torch.nn.functional.dropout`: that is kept as bits.
 
 The indices of a max-pooling are kept in as few bytes as the image needs.
@@ -18,10 +17,8 @@ the checkpoint are the innermost, and the net sees nothing.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -29,19 +26,17 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import Parameter
 
 from ..codecs import IDENTITY, Codec
-from ..private_apis import next_sequence_number, saved_tensor_hooks_allowed
+from ..private_apis import saved_tensor_hooks_allowed
 from ._current import Netting, current
 from .activations import codec_for, is_activation
 from .adapted import part_of_adapted_weight
-from .functional import is_saved_by_checkpointing, smaller_record
-from .held import Held, Kept, Made, counted, value_of
-from .nodes import POINTWISE_NODES, computation
+from .functional import smaller_record
+from .held import Kept, counted, value_of
 from .outside import hooks_outside, stands_before
 from .padding import checkpointed, is_dropped
 from .record import Derived, Record, is_lossless
 from .registry import known_record, whole_record_of
-from .saving import Leaves, Slot, own_tensors, slot_of
-from .views import extent, in_order, in_same_memory
+from .saving import Leaves, Slot, slot_of
 
 # tensors with fewer elements are kept
 _SMALL = 256
@@ -58,41 +53,23 @@ class Net(Netting):
         self.hooks = self.pack, self.unpack
         # hooks of others would copy the whole of an adapted weight for each part of it
         self._makes_parts = self.outside is None or current.watcher is not None
-        # number of a node -> what it saved, in order
-        self._by_node: dict[int, list[weakref.ref[Held]]] = {}
-        # id of a tensor object -> how it is recomputed; an entry ends with the object
-        self._made: dict[int, tuple[weakref.ref[Tensor], int, weakref.ref[Made]]] = {}
 
-    def pack(self, x: Tensor) -> Held:
+    def pack(self, x: Tensor) -> Kept:
         """What autograd holds in place of x [any shape], which is being saved."""
-        # the current node's number, read before a proof makes further nodes; checkpointing saves inputs without a node
-        number = None if is_saved_by_checkpointing(1) else next_sequence_number() - 1
-        own = own_tensors.take(x)
-        held = self._smaller(x, own) or self._kept(x)
-        if number is not None:
-            self._by_node.setdefault(number, []).append(weakref.ref(held))
-        return counted(held)
+        return counted(self._smaller(x) or self._kept(x))
 
-    def makes(self, x: Tensor) -> bool:
-        """See `Netting`."""
-        return self._computed(x) is not None
-
-    def unpack(self, held: Held) -> Tensor:
+    def unpack(self, held: Kept) -> Tensor:
         """x again. Raises RuntimeError, as torch does, if a kept tensor was written in place."""
         return value_of(held, self.outside)
 
     def close(self) -> None:
         """Drop what only a forward in progress needs. The hooks are methods of this object and keep it alive."""
         del self.hooks
-        self._by_node.clear()
-        self._made.clear()
 
-    def _smaller(self, x: Tensor, own: bool = False) -> Held | None:
+    def _smaller(self, x: Tensor) -> Kept | None:
         if x.numel() < _SMALL or (x.grad_fn is None and isinstance(x, Parameter)):
             return None
-        held = None if x.grad_fn is None else self._computed(x)
-        # our own ops have decided about the rest themselves
-        return held if held is not None or own else self._recorded(x) or self._functional(x) or self._packed(x)
+        return self._recorded(x) or self._functional(x) or self._packed(x)
 
     def _kept(self, *tensors: Tensor, slot: Slot | None = None) -> Kept:
         # aliases without a graph, because the graph may hold this object. A leaf is kept itself, because FSDP2 and
@@ -102,33 +79,7 @@ class Net(Netting):
             return Kept(parts, tuple(x._version for x in parts), slot)
         return Kept(tuple(map(self.outside[0], parts)), None, slot)
 
-    def _computed(self, x: Tensor) -> Made | None:
-        """How x is recomputed from what its autograd node holds; for a view, from what its base's node holds."""
-        base = x if x._base is None or x._base.numel() != x.numel() else x._base
-        held = self._by_its_node(base)
-        if held is None or (x.shape == base.shape and x.stride() == base.stride()):
-            return held
-        if extent(x) > extent(base) or base.storage_offset() != x.storage_offset():
-            return None
-        return Made(partial(in_same_memory, shape=x.shape, stride=x.stride()), (held,))
-
-    def _by_its_node(self, x: Tensor) -> Made | None:
-        known = self._made.get(key := id(x))
-        if known is not None and known[0]() is x and known[1] == x._version:
-            return known[2]()
-        # it may have been modified in place under no_grad, which its node does not show
-        if x._version or type(x.grad_fn).__name__ not in POINTWISE_NODES:
-            return None
-        saved = [reference() for reference in self._by_node.get(x.grad_fn._sequence_nr(), ())]  # type: ignore[union-attr]
-        sources = [held for held in saved if held is not None]
-        compute = computation(x.grad_fn, len(sources), x.dtype, x.device)
-        if compute is None:
-            return None
-        held = Made(partial(in_order, compute=compute, stride=x.stride()), sources)
-        self._made[key] = weakref.ref(x, lambda _: self._made.pop(key, None)), x._version, weakref.ref(held)
-        return held
-
-    def _recorded(self, x: Tensor) -> Held | None:
+    def _recorded(self, x: Tensor) -> Kept | None:
         """How x is recomputed by its record in the registry, which knows our ops' tensors; None without a record."""
         record = known_record(x)
         if record is None and self._makes_parts:
@@ -141,7 +92,7 @@ class Net(Netting):
             return None
         return self._by_record(record)
 
-    def _packed(self, x: Tensor) -> Held | None:
+    def _packed(self, x: Tensor) -> Kept | None:
         """x packed by the codec, if x is an activation. Any other tensor that no rule knows is kept as it is."""
         if self.codec is None or not is_activation(x):
             return None
@@ -152,7 +103,7 @@ class Net(Netting):
         slot = slot_of(record, leaves)
         return self._kept(*leaves.tensors, slot=slot)
 
-    def _functional(self, x: Tensor) -> Held | None:
+    def _functional(self, x: Tensor) -> Kept | None:
         """x in fewer bytes, if a known function of torch.nn.functional is saving it; else None."""
         # stack frames between this one and the function that saves
         record = smaller_record(x, frames=3)

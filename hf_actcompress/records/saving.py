@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -39,47 +37,6 @@ class _DerivedSlot(NamedTuple):
 
 
 Slot = _StoredSlot | _DerivedSlot
-
-
-class _OwnTensors(threading.local):
-    """What the current op saves. Right after the op, autograd asks the net about each tensor, and the net looks here.
-
-    Attributes:
-        asked: Whether the net will be asked about the tensors that are saved next, and which of them, by position,
-            stock code may have made. None while no op of ours runs under a net.
-    """
-
-    def __init__(self) -> None:
-        self._ids: set[int] = set()
-        self.asked: Callable[[Sequence[Tensor | None], Sequence[int]], bool] | None = None
-
-    def note(self, tensors: Sequence[Tensor | None], outside: Sequence[int]) -> None:
-        """Say, inside of an op of ours, what it gives to ``ctx.save_for_backward`` next.
-
-        Args:
-            tensors: All tensors that it saves.
-            outside: The positions of those that stock code may have made.
-        """
-        if self.asked is not None and self.asked(tensors, outside):
-            self._ids = {id(x) for x in tensors if x is not None}
-
-    def forget(self) -> None:
-        """Forget the tensors at the end of the op, because another tensor may get the id of one of them."""
-        self.asked = None
-        if self._ids:
-            self._ids.clear()
-
-    def take(self, x: Tensor) -> bool:
-        """Whether x is one of these tensors. Each tensor can be asked about once."""
-        if id(x) in self._ids:
-            self._ids.remove(id(x))
-            return True
-        return False
-
-
-own_tensors = _OwnTensors()
-# for ops that do not call `save`
-saved_next = own_tensors.note
 
 
 class Leaves:
@@ -158,7 +115,6 @@ def save(ctx: Any, *records: Record | None) -> None:
             slots.append(slot)
     ctx.slots = slots
     ctx.dropped = tuple(leaves.dropped.values())
-    own_tensors.note(leaves.tensors, range(len(leaves.tensors)))
     ctx.save_for_backward(*leaves.tensors)
 
 

@@ -29,22 +29,6 @@ def viewed(base: Tensor, shape: torch.Size, stride: tuple[int, ...]) -> Tensor:
     return base.view(shape) if dense(shape, stride) else base.as_strided(shape, stride)
 
 
-def in_same_memory(base: Tensor, shape: torch.Size, stride: tuple[int, ...]) -> Tensor:
-    """Recompute function of a view of a tensor that was rebuilt in the order in memory that it had."""
-    return base.as_strided(shape, stride, int(base.storage_offset()))
-
-
-def in_order(*sources: Tensor, compute: Callable[..., Tensor], stride: tuple[int, ...]) -> Tensor:
-    """Recompute function of a tensor whose dimensions lie in memory in that order.
-
-    The order decides which kernel a convolution runs, and so the last bits of its gradient.
-    """
-    y = compute(*sources)
-    if y.stride() == stride:
-        return y
-    return torch.empty_strided(y.shape, stride, dtype=y.dtype, device=y.device).copy_(y)
-
-
 def tokens_first(recompute: Callable[..., Tensor], *sources: Tensor) -> Tensor:
     """Recompute function of tokens [B, S, H, D] or [B, S, C] from a function that makes [B, H, S, D] or [B, C, S]."""
     return recompute(*sources).transpose(1, 2).contiguous()

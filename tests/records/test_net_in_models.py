@@ -79,7 +79,8 @@ def test_hooks_outside_get_what_the_net_keeps() -> None:
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
             model(torch.randn(SHAPE, requires_grad=True))
         sizes[patched] = sum(seen)
-    assert sizes[True] < 0.85 * sizes[False]
+    # a dropout's mask is bits
+    assert sizes[True] < sizes[False] - 0.85 * 24 * 32 * 4
 
 
 def test_transforms_of_torch_func() -> None:
@@ -91,7 +92,7 @@ def test_transforms_of_torch_func() -> None:
 def test_it_can_be_switched_off() -> None:
     x = torch.randn(SHAPE, requires_grad=True)
     on, off = (patch_model(Foreign(), CompressionConfig(net=net)) for net in (True, False))
-    assert kept_bytes(lambda: on(x)) < kept_bytes(lambda: off(x)) - 1.5 * x.nbytes
+    assert kept_bytes(lambda: on(x)) < kept_bytes(lambda: off(x)) - 0.9 * x.nbytes
 
 
 class Head(nn.Module):

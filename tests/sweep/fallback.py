@@ -21,7 +21,6 @@ from unittest.mock import patch
 
 from hf_actcompress import patch_model
 from hf_actcompress.models import root, rules
-from hf_actcompress.records import net
 
 from . import savings
 from .batches import NOTES, find_batch, with_labels
@@ -37,21 +36,12 @@ def _without(*names: str) -> Any:
     return patch.object(rules, "RULES", tuple(rule for rule in rules.RULES if rule.__name__ not in names))
 
 
-def _nothing(*_: Any, **__: Any) -> None:
-    return None
-
-
-def _nodes() -> list[Any]:
-    return [patch.object(net.Net, "_computed", _nothing)]
-
-
 # what is switched off -> how
 PARTS: dict[str, Callable[[], list[Any]]] = {
-    "nodes": _nodes,
     "attention": lambda: [_without("find_attention")],
     "leaves": lambda: [_without(*LEAVES)],
     "net": lambda: [patch.object(root, "netted", lambda *_: nullcontext())],
-    "all": lambda: [_without(*LEAVES, "find_attention", "find_experts"), *_nodes()],
+    "all": lambda: [_without(*LEAVES, "find_attention", "find_experts")],
 }
 
 
