@@ -101,6 +101,6 @@ def test_a_step_costs_few_function_calls_and_the_net_fewer(name: str) -> None:
         outside.append(2 * at[0] - at[1])
     # without a net an op asks nothing but whether there is one
     assert (slopes[0] - slopes[1]) / 2 <= (16 if name == "bert" else 9), slopes
-    assert slopes[0] / 2 <= {"llama": 400, "bert": 460, "gpt2-gelu-new": 300}[name], slopes
+    assert slopes[0] / 2 <= {"llama": 375, "bert": 410, "gpt2-gelu-new": 285}[name], slopes
     # stock makes 500 to 750; the rest is the loss head's and that of modules that are no layers
-    assert outside[0] <= {"llama": 2400, "bert": 2800, "gpt2-gelu-new": 2450}[name], outside
+    assert outside[0] <= {"llama": 2250, "bert": 2720, "gpt2-gelu-new": 2350}[name], outside

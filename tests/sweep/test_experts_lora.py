@@ -49,12 +49,16 @@ def test_two_parameters_of_all_layers_are_adapted(name: str) -> None:
 
 
 def test_every_figure_that_is_written() -> None:
-    """Stock keeps the weights, exact less than half of stock's bytes (batched: a twentieth), and errors are stock's."""
+    """Stock keeps the weights, exact less than half of stock's bytes, and errors are stock's.
+
+    Batched products keep a twentieth. A loop over experts runs module by module, and stock's code keeps what it
+    computes of each expert's tokens.
+    """
+    limits = {"grouped_mm": 0.5, "batched_mm": 0.05, "eager": 0.65}
     for name in MODELS:
         for implementation in IMPLEMENTATIONS:
             stock, exact, int8, difference_, *errors = written(name, implementation)
-            limit = 0.05 if implementation == "batched_mm" else 0.5
             assert float(stock.replace(",", "")) * 1024 > WEIGHTS
-            assert share(int8) < share(exact) < limit
+            assert share(int8) < share(exact) < limits[implementation]
             assert float(difference_) < 1e-6
             assert float(errors[1]) <= 1.1 * float(errors[0])
