@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +26,7 @@ from ..compilation.policy import is_attention
 from ..errors import first_line
 from ..ops.autocast import autocast_off
 from ..private_apis import FakeTensorMode
-from ..private_apis.graphs import without_logs_of_fakes
+from ..private_apis.graphs import any_sizes, without_logs_of_fakes
 from ..reference.other_generators import OtherGenerators
 from .batch_norms import updates_statistics
 from .draws import DROPOUTS
@@ -226,8 +227,18 @@ class _Few(TorchFunctionMode):
 def _functional(module: GraphModule) -> Callable[..., Any]:
     """The graph without ops that write in place, as far as they write on its own tensors."""
     # interpreted node by node, each node keeps its module
-    function = functionalize(Interpreter(module).run, remove="mutations")
+    function = functionalize(_InPlaceForAnySizes(module).run, remove="mutations")
     return lambda inputs, tangents: function(*inputs, *tangents)
+
+
+class _InPlaceForAnySizes(Interpreter):
+    """Runs a graph. In torch 2.11 some ops in place (`clamp_`, `exponential_`) ask for sizes as numbers, unless Python
+    composes them."""
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        schema = getattr(target, "_schema", None)
+        with any_sizes() if schema is not None and schema.name.endswith("_") else nullcontext():
+            return super().call_function(target, args, kwargs)
 
 
 def _fake(mode: FakeTensorMode, x: Tensor, free: Collection[int]) -> Tensor:
