@@ -74,10 +74,12 @@ def _run_backward(
     return grads
 
 
-def _like_outputs(inputs: list[Tensor], sizes: list[int], dtypes: list[torch.dtype], *_: Any) -> tuple[Tensor, Tensor]:
+def _like_outputs(
+    inputs: list[Tensor], sizes: list[int], of_output: torch.dtype, of_state: torch.dtype, *_: Any
+) -> tuple[Tensor, Tensor]:
     x, of_token = inputs[0], len(inputs[0].shape) - 2
-    out = x.new_empty((x.size(0), x.size(1), *sizes[:of_token]), dtype=dtypes[0])
-    return out, x.new_empty((x.size(0), *sizes[of_token:]), dtype=dtypes[1])
+    out = x.new_empty((x.size(0), x.size(1), *sizes[:of_token]), dtype=of_output)
+    return out, x.new_empty((x.size(0), *sizes[of_token:]), dtype=of_state)
 
 
 def _like_inputs(inputs: list[Tensor], dout: Any, dstate: Any, needed: list[bool], place: int) -> list[Tensor]:
@@ -87,10 +89,11 @@ def _like_inputs(inputs: list[Tensor], dout: Any, dstate: Any, needed: list[bool
 
 
 SEGMENTS = node(
-    "linear_attention(Tensor[] inputs, int[] sizes, ScalarType[] dtypes, int place) -> (Tensor, Tensor)",
+    "linear_attention(Tensor[] inputs, int[] sizes, ScalarType of_output, ScalarType of_state, int place)"
+    " -> (Tensor, Tensor)",
     _like_outputs,
     pointwise=False,
-)(lambda inputs, sizes, dtypes, place: _run(inputs, place))
+)(lambda inputs, sizes, of_output, of_state, place: _run(inputs, place))
 SEGMENTS_BWD = node(
     "linear_attention_bwd(Tensor[] inputs, Tensor? dout, Tensor? dstate, bool[] needed, int place) -> Tensor[]",
     _like_inputs,
@@ -120,11 +123,11 @@ class LinearAttentionFunction(torch.autograd.Function):
         return None, *(next(found) if need else None for need in needed)
 
 
-def _sizes(inputs: tuple[Tensor, ...], place: int) -> tuple[list[int], list[torch.dtype]]:
+def _sizes(inputs: tuple[Tensor, ...], place: int) -> tuple[list[int], torch.dtype, torch.dtype]:
     """The sizes of one token's output and of a state, one after the other, and their dtypes."""
     with without_dispatch_modes():
         out, state = _known[place](*(x.new_zeros((1, 1, *x.shape[2:])) for x in inputs), None)
-    return [*out.shape[2:], *state.shape[1:]], [out.dtype, state.dtype]
+    return [*out.shape[2:], *state.shape[1:]], out.dtype, state.dtype
 
 
 def linear_attention(rule: _Rule, step: int, *inputs: Tensor) -> tuple[Tensor, Tensor]:

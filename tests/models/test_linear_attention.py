@@ -71,10 +71,12 @@ def recurrent(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor) -> t
 
 
 def stocks(*given: Any) -> tuple[Tensor, Tensor]:
-    *x, g, beta, state = given if len(given) == 6 else (*given, None)
+    q, k, v, g, beta, state = given if len(given) == 6 else (*given, None)
     rule: Any = getattr(modeling_qwen3_next, linear_attention.NAME)
+    # not every transformers repeats them inside
+    q, k = (x.repeat_interleave(2, dim=2) for x in (q, k))
     found: tuple[Tensor, Tensor] = rule(
-        *x, g=g, beta=beta, initial_state=state, output_final_state=True, use_qk_l2norm_in_kernel=True
+        q, k, v, g=g, beta=beta, initial_state=state, output_final_state=True, use_qk_l2norm_in_kernel=True
     )
     return found
 
