@@ -96,8 +96,8 @@ class CompressionConfig(ConfigFile):
         net: Also handle the tensors that code without a rule saves: do not keep those that can be recomputed bit by
             bit, and keep the masks of `torch.nn.functional.dropout` as bits. Off inside of checkpointed layers and
             where `derive_linear` is off. A model that calls `torch.func.grad` in its forward needs False.
-        selective: Recompute products of activations and scans in backward (eager attention with its probabilities, a
-            state-space scan; module by module only eager attention). Products with weights are not computed twice.
+        selective: Recompute products of activations in backward: state-space scans, and eager attention with its
+            probabilities (module by module, too, with `net`). Products with weights are not computed twice.
         tiled_mlp: Rows (tokens) of a tile in which MLPs are computed, forward and backward, so that the working memory
             of an MLP is that of a tile; "auto" is half of the hidden size, 256 at least; 0 is off. "checkpointed": only
             in checkpointed layers that get 16,384 rows or more, in tiles of 8,192 rows or more, which fill a device as

@@ -112,7 +112,7 @@ def source_of(x: Any, own: bool, copied: bool) -> Record:
 
     Args:
         x: A weight, an activation from outside, or the record of one from inside.
-        own: Whether nobody but the plan knows the tensor, or it is a weight.
+        own: Whether the registry has no record of it: of a weight, or of a tensor that nobody but the plan knows.
         copied: Whether its memory is freed before the output is recomputed.
     """
     if isinstance(x, (Stored, Derived)):

@@ -78,15 +78,15 @@ def _ours(stock: _Eager) -> _Eager:
 
 
 def _in_rows(module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> bool:
-    """Whether a call is computed in rows: one whose mask has no memory, and one of which backward would keep more than
-    q, k and v."""
+    """Whether a call is computed in rows: where the mask has no memory, and where stock would keep probabilities for
+    backward."""
     weights = [w for w in module._parameters.values() if w is not None]
     if isinstance(mask, ops.PackedMask):
         shape = mask.shape[0], mask.shape[-1]
         fits = all((x.size(0), x.size(2)) == shape for x in (q, k, v))
         return fits and (not torch.is_grad_enabled() or recording(q, k, v, *weights))
-    constant = mask is None or (not mask.requires_grad and mask.dim() == 4)
-    return constant and keeps_for_backward(q, k, v, *weights) and goes_in_rows(module)
+    plain = mask is None or (not mask.requires_grad and mask.dim() == 4 and mask.size(2) in (1, q.size(2)))
+    return plain and keeps_for_backward(q, k, v, *weights) and goes_in_rows(module)
 
 
 def _of_rows(

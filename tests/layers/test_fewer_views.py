@@ -110,6 +110,16 @@ def test_what_is_packed_behind_a_linear_function() -> None:
     assert torch.equal(found, expected) and torch.equal(packed, plain.half())
 
 
+def test_a_view_that_changes_nothing_is_no_call() -> None:
+    """Dropout asks for an order in memory, and attention with dropout for a shape, that a tensor has already."""
+    ours = patch_model(BY_NAME["bert"].build(dropout=0.1), PLANS)
+    step(ours, BY_NAME["bert"].make_batch())
+    (known,) = plans_of(ours)[0].known()
+    codes = known.plan.forward, known.plan.backward(frozenset(), ())[0]
+    called = {value for code in codes for value in code.__globals__.values() if callable(value)}
+    assert torch.transpose in called and not {torch.permute, Tensor.expand} & called
+
+
 @pytest.mark.parametrize(("name", "most"), [("bert", 10), ("llama", 11), ("gpt2-gelu-new", 11)])
 def test_how_many_views_a_layers_forward_makes(name: str, most: int) -> None:
     ours = patch_model(BY_NAME[name].build(), PLANS)
