@@ -1,8 +1,8 @@
 """Attention that is computed in parts where that needs less memory: its module runs a copy of its stock forward.
 
 Eager attention computes some rows of queries at a time and keeps no probabilities; a mask that follows from positions
-need not be made (attention_rows.py). The backward of linear attention computes some tokens at a time if the config asks for tiles
-(linear_attention.py). In all other calls the copy does what the stock forward does.
+need not be made (attention_rows.py). The backward of linear attention computes some tokens at a time if the config asks
+for tiles (linear_attention.py). In all other calls the copy does what the stock forward does.
 """
 
 from __future__ import annotations
