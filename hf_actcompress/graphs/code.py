@@ -111,9 +111,12 @@ class CodeWriter:
         for node in calls:
             if node in self._inside:
                 continue
-            if not (node.target in _WITH_NEXT and any(x in written and x.target in _PAIRS for x in node.users)):
+            pair = next((x for x in node.users if x in written and x.target in _PAIRS), None)
+            if node.target in _WITH_NEXT and pair is not None:
+                # what is made of it follows, and both are one call
+                self._last.setdefault(pair, []).extend(self._last.pop(node, ()))
+            else:
                 self._call(node)
-            # else what is made of it follows, and both are one call
             if after is not None:
                 after(node)
             dead = [self._names[x] for x in self._last.get(node, ()) if x in self._names]

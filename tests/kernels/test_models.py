@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 
-from hf_actcompress import patch_model
+from hf_actcompress import CompressionConfig, patch_model
 from hf_actcompress.dispatch import use
 from tests.families import BODY, BY_NAME, Batch, Family, build, oracle_step, relative_error, step
 from tests.kernels.harness import DEVICE, launched
+from tests.layers.plans import calls
 from tests.oracle import EXACT
 
 pytestmark = pytest.mark.daily(6)
@@ -71,6 +74,20 @@ def test_passes_over_an_mlp(name: str, checkpointed: bool) -> None:
     assert {kernel: counts[kernel] for kernel in PASSES[name]} == {k: n * layers for k, n in PASSES[name].items()}
     assert torch.equal(loss, expected[0])
     assert all(torch.equal(gradients[name], expected[1][name]) for name in gradients)
+
+
+def test_tiles_of_a_checkpointed_layer_with_adapters() -> None:
+    """Adapters are in fp32, so that a norm's input is made twice in backward: for the tiles, and for its gradient."""
+    base, batch = on_device(BY_NAME["llama"], "bf16", 0)
+    model: Any = get_peft_model(base, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")).train()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.enable_input_require_grads()
+    ours = patch_model(copy.deepcopy(model), CompressionConfig(tiled_mlp=8))
+    with use("triton"):
+        loss, expected = step(patch_model(model, BODY), batch, "bf16")
+        found = step(ours, batch, "bf16")
+    assert torch.equal(found[0], loss) and set(calls(ours)) == {1}
+    assert relative_error(found[1], expected) < 1e-2
 
 
 def test_twice_the_same() -> None:
