@@ -16,8 +16,13 @@ from torch.fx import Graph, GraphModule, Node
 
 from ..compilation.policy import is_attention, made_of
 from ..modules.checkpoint import KeptInput
+from ..ops.opaque import ATTEND, LINEAR
+from ..ops.traced_tiles import TILED
 from .divide import Halves
 from .redraw import is_drawn, state_before
+
+# by op that makes such a call: where its arguments have the call's number
+_NUMBER: dict[Any, int] = {ATTEND: 1, LINEAR: 1, TILED: 2}
 
 
 class Recompute(Enum):
@@ -95,6 +100,11 @@ def is_of_attention(node: Node) -> bool:
     """Whether a node is a result of a fused attention."""
     source = node.args[0] if node.target is operator.getitem else None
     return isinstance(source, Node) and is_attention(source)
+
+
+def calls_in(graph: Graph) -> set[int]:
+    """The calls, by number, that a graph makes of what no tracer sees into."""
+    return {int(node.args[_NUMBER[node.target]]) for node in graph.nodes if node.target in _NUMBER}  # type: ignore[arg-type]
 
 
 def _attributes(halves: Halves) -> nn.Module:

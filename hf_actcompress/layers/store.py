@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..codecs import IDENTITY
 from ..compilation import traced_plan
 from ..errors import first_line
-from ..graphs.checkpointed import Recompute
+from ..graphs.checkpointed import Recompute, calls_in
 from ..graphs.codec_marks import attention_marks, name_codecs, other_codec
 from ..graphs.packing import Others
 from ..graphs.plan import LayerPlan, make_plan
@@ -219,19 +219,20 @@ def _learn(
     with foreign_functions_are_nodes(), rules[0], rules[1], layer_calls.traced_calls(others) as made:
         joint = trace(call, inputs, weights, setting.free, _held(layer), setting.again == Recompute.ALL)
     joint.selective = own.selective
-    _refuse_again(made, setting.again)
     returned[0].forget()
     slots = tuple(slot._replace(index=_place(slot.index, noted)) for slot, _ in updates)
     plan, sizes = _made(joint, inputs, setting, _others(layer)), None if setting.free is None else Sizes(joint)
+    _refuse_again(made, plan)
     return Known(plan, returned[0], slots, sizes, tuple(made), read=joint.read), {
         place for place, one in noted.items() if one.used
     }
 
 
-def _refuse_again(calls: Sequence[layer_calls.LayerCall], again: Recompute) -> None:
+def _refuse_again(calls: Sequence[layer_calls.LayerCall], plan: LayerPlan) -> None:
     """Raise NotTraced if backward would run a call again that cannot run again."""
-    for call in calls if again != Recompute.NOTHING else ():
-        reason = call.why_not_again(attention=again == Recompute.ALL)
+    again = calls_in(plan.halves.backward.graph) if plan.checkpointed else set()
+    for number, call in enumerate(calls if plan.checkpointed else ()):
+        reason = call.why_not_again(number in again)
         if reason:
             raise NotTraced(reason)
 

@@ -70,7 +70,7 @@ class BatchCount:
         """Count the batch in one call of the layer, whose BatchNorm is `module`."""
         module.num_batches_tracked.add_(1)
 
-    def why_not_again(self, attention: bool) -> str:
+    def why_not_again(self, again: bool) -> str:
         return "torch's checkpointing updates the statistics of its BatchNorm twice, and a plan would do it once"
 
 

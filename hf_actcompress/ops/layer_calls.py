@@ -34,8 +34,8 @@ class LayerCall(Protocol):
         """The call in one call of a layer, whose module of that path is `module`: what the node runs."""
         ...
 
-    def why_not_again(self, attention: bool) -> str:
-        """Why no backward can run it again; empty if one can. `attention`: whether attention runs again, too."""
+    def why_not_again(self, again: bool) -> str:
+        """Why a layer that makes it cannot be checkpointed; empty if it can. `again`: whether backward makes it again."""
         ...
 
 

@@ -97,8 +97,8 @@ class OpaqueCall:
 
         return run
 
-    def why_not_again(self, attention: bool) -> str:
-        return "its attention draws numbers that no second run can draw again" if self.draws and attention else ""
+    def why_not_again(self, again: bool) -> str:
+        return "its attention draws numbers that no second run can draw again" if self.draws and again else ""
 
 
 def attention(

@@ -78,8 +78,8 @@ class TiledCall:
     def of(self, module: nn.Module, given: Mapping[str, Sequence[Any]], runs_again: bool) -> _Running:
         return _Running(self, module)
 
-    def why_not_again(self, attention: bool) -> str:
-        return "an MLP in tiles draws numbers that no second run can draw again" if self.draws else ""
+    def why_not_again(self, again: bool) -> str:
+        return "an MLP in tiles draws numbers that no second run can draw again" if self.draws and again else ""
 
 
 class _Running:

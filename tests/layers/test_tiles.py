@@ -104,6 +104,17 @@ def test_an_mlp_that_draws_runs_no_second_time_in_a_plan(attention: str) -> None
     assert all("draws numbers" in plans.why for plans in plans_of(model))
 
 
+def test_an_mlp_that_draws_in_a_checkpointed_layer_whose_backward_does_not_read_its_output() -> None:
+    """GPT-2's dropout is inside of its MLP, and its output goes into a sum."""
+    torch.manual_seed(0)
+    kept: Any = hf.GPT2Model(hf.GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=2, resid_pdrop=0.5)).train()
+    again = copy.deepcopy(kept)
+    again.gradient_checkpointing_enable()
+    found, expected = (gradients(patch_model(model, TILES)) for model in (again, kept))
+    assert relative_error(found, expected) < 1e-6, differing(found, expected)
+    assert calls(again) == [1, 1]
+
+
 def test_a_norm_behind_an_mlp_that_is_unpatched_before_backward() -> None:
     """OLMo 2 reads the MLP's output in backward, so that a checkpointed layer runs the MLP again, as it was."""
     config = hf.Olmo2Config(
