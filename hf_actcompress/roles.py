@@ -26,7 +26,7 @@ class Role(StrEnum):
     ACTIVATION = "activation", "mlp", "mlp"
     GATED_MLP = "gated_mlp", "mlp", "mlp"
     TILED_MLP = "tiled_mlp", "mlp"
-    EXPERTS = "experts", "mlp"
+    EXPERTS = "experts", "other"
     ATTENTION = "attention", "attention", "attention"
     # the input of attention's output projection, if attention has no record of it, is stored with the codec for linear
     LINEAR = "linear", "linear", "attention"

@@ -14,7 +14,6 @@ from torch.fx import Graph, Node
 from ..compilation.policy import is_cheap, is_statistic, is_view
 from ..ops._linear_attention import SEGMENTS
 from ..ops.opaque import ATTEND, LINEAR
-from ..ops.traced_experts import DOWN
 from ..ops.traced_tiles import TILED
 from ..records import Derived, declare, restores_rows
 from .batch_norms import BATCH_NORMS, copy_without_statistics, read_again
@@ -27,7 +26,7 @@ from .rules import PRODUCTS
 _SOURCES = 8
 # what costs too much to compute again, and what needs the call of the layer, which a reader behind the layer lacks
 _NEVER = PRODUCTS | {
-    ATTEND, DOWN, LINEAR, SEGMENTS, TILED, torch.ops.aten._grouped_mm.default, torch.ops.aten.convolution.default,
+    ATTEND, LINEAR, SEGMENTS, TILED, torch.ops.aten._grouped_mm.default, torch.ops.aten.convolution.default,
 }  # fmt: skip
 # what is computed again although no rule of the policy says that it is cheap
 _ALSO = BATCH_NORMS | {operator.getitem}

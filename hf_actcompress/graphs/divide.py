@@ -17,6 +17,7 @@ from .fused import fuse
 from .kept_parts import keep_parts
 from .opaque_inputs import give_again
 from .redraw import state_before
+from .routing import keep_no_routed_products
 from .rules import tag
 from .scales import move_scales
 from .trace import Joint, NotTraced
@@ -57,6 +58,7 @@ class Halves:
 def divide(joint: Joint) -> Halves:
     """Divide a joint graph, which is changed."""
     updates = sum(map(updates_statistics, joint.graph.nodes))
+    keep_no_routed_products(joint.graph, joint.outputs)
     tag(joint)
     give_again(joint)
     joint.module.recompile()

@@ -74,7 +74,7 @@ def _product_with_gradients(graph: Graph, gradients: Node) -> None:
         both.meta = {"val": (product.meta["val"], *gradients.meta["val"])}
         h = graph.call_function(operator.getitem, (both, 0))
         h.meta = dict(product.meta)
-    _move_behind(graph, product, h)
+    move_behind(graph, product, h)
     product.replace_all_uses_with(h)
     graph.erase_node(product)
     for reader in list(gradients.users):
@@ -83,7 +83,7 @@ def _product_with_gradients(graph: Graph, gradients: Node) -> None:
     graph.erase_node(gradients)
 
 
-def _move_behind(graph: Graph, product: Node, place: Node) -> None:
+def move_behind(graph: Graph, product: Node, place: Node) -> None:
     """Move what is made of the product, and stands in front of `place`, behind it."""
     order = {node: i for i, node in enumerate(graph.nodes)}
     moved, end = {product}, place

@@ -19,7 +19,6 @@ from ..modules.tiled import TiledSettings
 from .adapters import find_adapter, rank_layers
 from .attention import find_attention
 from .checkpointing import find_checkpoint_input
-from .experts import find_experts
 from .gated_mlps import find_gated_mlp
 from .heads import find_head, output_layers
 from .in_parts import find_in_parts
@@ -40,7 +39,6 @@ RULES: tuple[Rule, ...] = (
     find_rms_norm,
     find_gated_mlp,
     find_tiled_mlp,
-    find_experts,
     find_attention,
     find_adapter,
     find_in_parts,

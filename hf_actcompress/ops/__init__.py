@@ -15,14 +15,12 @@ from ._layer_norm import layer_norm
 from ._linear import linear
 from ._linear_attention import linear_attention
 from ._linear_cross_entropy import linear_cross_entropy
-from ._recomputed import recomputed
 from ._returned_logits import returned_logits
 from ._rms_norm import rms_norm
 from ._rope import rope
 from ._tiled import tiled
 from .attention import fused_attention, packed_attention, recomputed_attention
 from .deferred_logits import DeferredLogits, plain
-from .experts import experts_down
 from .gated_mlp import gated_product
 from .heads import tokens_first
 from .packed_mask import PackedMask
@@ -41,7 +39,6 @@ __all__ = [
     "conv2d",
     "deferred_linear",
     "dropout",
-    "experts_down",
     "fused_attention",
     "gated_product",
     "layer_norm",
@@ -50,7 +47,6 @@ __all__ = [
     "linear_cross_entropy",
     "packed_attention",
     "plain",
-    "recomputed",
     "recomputed_attention",
     "region_in_progress",
     "returned_logits",

@@ -91,6 +91,7 @@ PRIVATE_APIS: tuple[PrivateAPI, ...] = (
     PrivateAPI("torch.ops.aten._softmax_backward_data", _T, "the backward of softmax from its output"),
     PrivateAPI("torch.ops.aten._log_softmax_backward_data", _T, "the backward of log_softmax from its output"),
     PrivateAPI("torch.ops.aten._scaled_dot_product_attention_math", _T, "estimates: what the composed attention makes"),
+    PrivateAPI("torch.ops.aten._grouped_mm", _T, "the products of experts"),
     PrivateAPI("torch.ops.aten._to_copy", _T, "casts of logits that are not computed yet"),
     PrivateAPI("torch.ops.aten._local_scalar_dense", _T, "estimates: a number read from a tensor without memory"),
     # modules
@@ -166,8 +167,6 @@ PRIVATE_APIS: tuple[PrivateAPI, ...] = (
     PrivateAPI("torch._C._nn", _T, "where some bindings are"),
     # transformers
     PrivateAPI("transformers.LlamaConfig()._attn_implementation", _H, "which attention a module runs"),
-    *(PrivateAPI(f"transformers.integrations.moe.{name}", _H, "experts: the products that stock would run here")
-      for name in ("_grouped_linear", "_grouped_mm", "_can_use_grouped_mm")),
     PrivateAPI("transformers.utils.output_capturing._active_collector", _H, "which outputs hooks capture now; "
                "of a hook, the name `key` in its closure says which"),
     PrivateAPI("transformers.PreTrainedModel.loss_function", _H, "whether a model has a loss of its own, which it has "

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_actcompress import patch_model
 from tests.families import oracle_step, relative_error, step
@@ -84,15 +85,60 @@ def test_stock_error(name: str, mode: str) -> None:
     assert_all_ran(ours)
 
 
+class Products(TorchDispatchMode):
+    """Counts grouped products."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._grouped_mm.default
+        return func(*args, **(kwargs or {}))
+
+
 @every_type
-@pytest.mark.parametrize("preset", ["exact", "int8"])
-def test_keeps_no_more_than_module_by_module(name: str, preset: str) -> None:
-    model = build(name, torch.bfloat16)
-    config = by_plans(preset)
-    plans, leaves = (patch_model(copy.deepcopy(model), c) for c in (config, replace(config, plans=False)))
-    step(plans, batch(), "bf16")
-    assert kept_bytes(plans, batch()) <= kept_bytes(leaves, batch()) < 0.6 * kept_bytes(model, batch())
-    assert_all_ran(plans)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_keeps_no_output_of_an_expert(name: str, dtype: torch.dtype) -> None:
+    """In 16 bits without any more products than stock's; in fp32 the output is computed again."""
+    model = build(name, dtype)
+    exact, int8 = (patch_model(copy.deepcopy(model), by_plans(preset)) for preset in ("exact", "int8"))
+    products = []
+    for one in (model, exact, int8):
+        step(one, batch(), "bf16")
+        with Products() as found:
+            step(one, batch(), "bf16")
+        products.append(found.count)
+    layers = model.config.num_hidden_layers
+    assert products[1] == products[2] == products[0] + (layers if dtype == torch.float32 else 0)
+    stock = kept_bytes(model, batch())
+    assert kept_bytes(exact, batch()) <= 0.47 * stock and kept_bytes(int8, batch()) <= 0.29 * stock
+    assert_all_ran(exact)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("trained", ["router", "experts"])
+def test_parts_that_are_not_trained(trained: str, dtype: torch.dtype) -> None:
+    """Gradients of routing weights without those of experts, and the other way round."""
+    model = build("gpt-oss", dtype)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(".layers.0." in name and trained in name)
+    model.lm_head.weight.requires_grad_()
+    ours = patch_model(copy.deepcopy(model), PLANS)
+    (loss, found), (expected_loss, expected) = step(ours, batch(), "fp32"), step(model, batch(), "fp32")
+    assert torch.equal(loss, expected_loss) and found.keys() == expected.keys()
+    assert relative_error(found, expected) < (2e-2 if dtype == torch.bfloat16 else 1e-7)
+    assert_all_ran(ours)
+
+
+@pytest.mark.parametrize("implementation", ["eager", "batched_mm"])
+def test_other_implementations(implementation: str) -> None:
+    """Stock keeps the weights of batched experts once for each pair of token and expert."""
+    model = build("Mixtral")
+    model.set_experts_implementation(implementation)
+    ours = patch_model(copy.deepcopy(model), PLANS)
+    (_, found), (_, expected) = step(ours, batch(), "fp32"), step(model, batch(), "fp32")
+    assert relative_error(found, expected) < 1e-6
+    limit = 0.12 if implementation == "batched_mm" else 0.75
+    assert kept_bytes(ours, batch()) <= limit * kept_bytes(model, batch())
 
 
 @every_type

@@ -8,21 +8,37 @@ from typing import Any
 
 import pytest
 import torch
+import transformers as hf
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_actcompress import CompressionConfig, patch_model
 from hf_actcompress.private_apis import parametrizations
-from tests.modules.test_experts import CHOICES, EXPERTS, FFN, MODELS, H, experts_of
 from tests.oracle import assert_equal_bits, kept_bytes
 
-pytestmark = [
-    pytest.mark.daily(2),
-    pytest.mark.skipif(
-        not hasattr(experts_of("mixtral"), "_is_expert_parallel"),
-        reason="this transformers does not say how its experts are laid out",
+pytestmark = pytest.mark.daily(2)
+
+H, FFN, EXPERTS, CHOICES = 64, 32, 8, 2
+_SIZES = {
+    "hidden_size": H, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 99,
+    "use_cache": False,
+}  # fmt: skip
+MODELS: dict[str, Callable[[], Any]] = {
+    "mixtral": lambda: hf.MixtralForCausalLM(
+        hf.MixtralConfig(**_SIZES, intermediate_size=FFN, num_local_experts=EXPERTS, num_experts_per_tok=CHOICES)
     ),
-]
+    "qwen3_moe": lambda: hf.Qwen3MoeForCausalLM(
+        hf.Qwen3MoeConfig(
+            **_SIZES, intermediate_size=FFN, moe_intermediate_size=FFN, num_experts=EXPERTS,
+            num_experts_per_tok=CHOICES, head_dim=16,
+        )
+    ),
+    "gpt_oss": lambda: hf.GptOssForCausalLM(
+        hf.GptOssConfig(
+            **_SIZES, intermediate_size=FFN, num_local_experts=EXPERTS, num_experts_per_tok=CHOICES, head_dim=16
+        )
+    ),
+}  # fmt: skip
 BATCH = {"input_ids": torch.arange(2 * 24).view(2, 24), "labels": torch.arange(2 * 24).view(2, 24)}
 IMPLEMENTATIONS = ["grouped_mm", "batched_mm", "eager"]
 # of the weights of all experts, in fp32

@@ -19,7 +19,6 @@ from tests.ops.attention_cases import (
     recomputed_attention_cases,
 )
 from tests.ops.contract_case import RNG_STATE, Case, Inputs, rand, rows, seeded, size, statistic
-from tests.ops.experts_cases import experts_cases, recomputed_cases
 
 
 def conv1d(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -231,8 +230,6 @@ BUILDERS: dict[tuple[str, str], Callable[[], list[Case]]] = {
     ("conv2d", "record"): conv2d_cases,
     ("activation", "input"): activation_cases,
     ("gated_mlp", "gate_up"): gated_cases,
-    ("recomputed", "input"): recomputed_cases,
-    ("experts_down", "input"): experts_cases,
     ("layer_norm", "input"): layer_norm_cases,
     ("rms_norm", "input"): rms_norm_cases,
     ("dropout", "rng"): dropout_cases,

@@ -41,7 +41,7 @@ PARTS: dict[str, Callable[[], list[Any]]] = {
     "attention": lambda: [_without("find_attention")],
     "leaves": lambda: [_without(*LEAVES)],
     "net": lambda: [patch.object(root, "netted", lambda *_: nullcontext())],
-    "all": lambda: [_without(*LEAVES, "find_attention", "find_experts")],
+    "all": lambda: [_without(*LEAVES, "find_attention")],
 }
 
 
