@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from itertools import takewhile
+from itertools import groupby, takewhile
 
 from .fake_step.step import FakeStep
 
@@ -59,7 +59,7 @@ class UnitPlaces:
         freed: Bytes of a unit that are freed when the forward ends: autocast's casts, the same for every batch.
     """
 
-    places: range
+    places: tuple[int, ...]
     apart: int
     moved: tuple[int, int]
     freed: int
@@ -96,14 +96,16 @@ def unit_of(base: FakeStep, longer: FakeStep, growth: Growth) -> UnitPlaces | No
     """Where the units are; None if the last unit of the shorter model differs from the one that is added."""
     (reach, at_end), (end, kept) = growth.forward, growth.backward
     behind, apart = len(base.backward), len(longer.backward) - len(base.backward)
+    at_unit = [
+        at
+        for at in range(apart + 1, behind + 1)
+        if base.backward[behind - at] - base.backward[behind - at + apart] == kept
+    ]
     # tensors that all layers share are freed in the backward of the first layer and interrupt the row: take the longest
-    rows = [range(0)]
-    for at in range(apart + 1, behind + 1):
-        if base.backward[behind - at] - base.backward[behind - at + apart] == kept:
-            rows[-1] = range(rows[-1].start if rows[-1] else at, at + 1)
-        elif rows[-1]:
-            rows.append(range(0))
-    places = max(rows, key=len)
+    rows = [[at for _, at in row] for _, row in groupby(enumerate(at_unit), lambda pair: pair[1] - pair[0])]
+    longest = max(rows, key=len, default=[])
+    # the backward of a first layer that makes no gradient of its input is shorter, and agrees here and there
+    places = tuple(longest if len(longest) >= _ENOUGH else at_unit)
     if len(places) < _ENOUGH or growth.behind[1]:
         return None
     return UnitPlaces(places, apart, (len(base.forward) - reach, behind - end), at_end - kept)
