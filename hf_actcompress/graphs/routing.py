@@ -56,17 +56,19 @@ def keep_no_routed_products(graph: Graph, outputs: int) -> None:
 def _routed(sums: Node, forward: set[Node]) -> _Routed | None:
     """What a node sums over features, if that is a gradient times a product of experts."""
     scaled: Any = sums.args[0]
-    if scaled.target is not aten.mul.Tensor or len(scaled.users) > 1:
+    if scaled.target is not aten.mul.Tensor or len(scaled.users) > 1 or list(sums.args[1:]) != [[1], True]:
         return None
     for dz, y in (scaled.args, scaled.args[::-1]):
         if not (isinstance(dz, Node) and isinstance(y, Node)) or dz in forward or y not in forward:
             continue
         readers = [user for user in y.users if user in forward]
         product, bias = (y.args[0], y.args[1]) if y.target is aten.add.Tensor else (y, None)
-        if product.target is not GROUPED or len(readers) != 1 or readers[0].target is not aten.mul.Tensor:  # type: ignore[union-attr]
+        if product.target is not GROUPED or (bias is not None and not isinstance(bias, Node)):  # type: ignore[union-attr]
+            continue
+        if len(readers) != 1 or readers[0].target is not aten.mul.Tensor:
             continue
         factors = next((x for x in readers[0].all_input_nodes if x is not y), None)
-        if factors is not None and hint(factors.meta["val"].size(-1)) == 1:
+        if factors is not None and factors.meta["val"].dim() == 2 and hint(factors.meta["val"].size(1)) == 1:
             return _Routed(product, bias, factors, dz, sums)  # type: ignore[arg-type]
     return None
 
@@ -102,6 +104,9 @@ def _by_inner_products(graph: Graph, routed: _Routed, dh: Node) -> None:
 
     with graph.inserting_before(dh):
         given = dz if dz.meta["val"].dtype == dtype else call(aten._to_copy.default, dz, dtype=dtype)
+        if not given.meta["val"].is_contiguous():
+            # the products need rows of one stride
+            given = call(aten.clone.default, given, memory_format=torch.contiguous_format)
         t = call(GROUPED, given, *dh.args[1:])
         new = call(aten.mul.Tensor, t, factors)
         if new.meta["val"].dtype != dh.meta["val"].dtype:

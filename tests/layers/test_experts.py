@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_actcompress import patch_model
@@ -126,6 +127,38 @@ def test_parts_that_are_not_trained(trained: str, dtype: torch.dtype) -> None:
     (loss, found), (expected_loss, expected) = step(ours, batch(), "fp32"), step(model, batch(), "fp32")
     assert torch.equal(loss, expected_loss) and found.keys() == expected.keys()
     assert relative_error(found, expected) < (2e-2 if dtype == torch.bfloat16 else 1e-7)
+    assert_all_ran(ours)
+
+
+class Scaled(nn.Module):
+    """Two experts, half of the rows for each, whose output has one factor for all rows, or one for each."""
+
+    def __init__(self, each: bool) -> None:
+        super().__init__()
+        self.weight, self.factor = nn.Parameter(torch.randn(2, 32, 32) / 6), nn.Parameter(torch.ones(1, 1))
+        self.norm, self.gate = nn.LayerNorm(32), nn.Linear(32, 1) if each else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.flatten(0, 1)
+        ends = torch.arange(1, 3, dtype=torch.int32, device=x.device) * (rows.size(0) // 2)
+        y = nn.functional.grouped_mm(torch.tanh(self.norm(rows)), self.weight, offs=ends) + self.weight[0, 0]
+        factor = self.factor if self.gate is None else self.gate(rows).sigmoid()
+        return x + (y * factor).view_as(x)
+
+
+@pytest.mark.parametrize("each", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_factors_of_any_shape(each: bool, dtype: torch.dtype) -> None:
+    """Also for a gradient whose rows are columns in memory."""
+    torch.manual_seed(0)
+    stock = nn.Sequential(Scaled(each), Scaled(each)).to(dtype)
+    ours = patch_model(copy.deepcopy(stock), PLANS)
+    found = []
+    for model in (ours, stock):
+        x = torch.randn(2, 8, 32, generator=torch.Generator().manual_seed(1)).to(dtype).requires_grad_()
+        model(x).transpose(1, 2).contiguous().square().sum().backward()
+        found.append({"x": x.grad, **{name: p.grad for name, p in model.named_parameters() if p.grad is not None}})
+    assert relative_error(*found) < (2e-2 if dtype == torch.bfloat16 else 1e-7)
     assert_all_ran(ours)
 
 
