@@ -18,7 +18,8 @@ from .fused import move_behind
 
 aten = torch.ops.aten
 GROUPED = aten._grouped_mm.default
-_CASTS = {aten._to_copy.default, aten.clone.default, aten.alias.default}
+_MASKED = aten.masked_fill.Scalar
+_CASTS = {aten._to_copy.default, aten.clone.default, aten.alias.default, _MASKED}
 
 
 class _Routed(NamedTuple):
@@ -27,6 +28,7 @@ class _Routed(NamedTuple):
     Attributes:
         product: The grouped product.
         bias: The bias of each row; None without one.
+        mask: Which rows [S, 1] are no expert's, and are zeros; None without it.
         factors: The routing weights [S, 1].
         dz: The gradient of the product with its factors.
         sums: Makes the gradient of the factors.
@@ -34,6 +36,7 @@ class _Routed(NamedTuple):
 
     product: Node
     bias: Node | None
+    mask: Node | None
     factors: Node
     dz: Node
     sums: Node
@@ -62,14 +65,15 @@ def _routed(sums: Node, forward: set[Node]) -> _Routed | None:
         if not (isinstance(dz, Node) and isinstance(y, Node)) or dz in forward or y not in forward:
             continue
         readers = [user for user in y.users if user in forward]
-        product, bias = (y.args[0], y.args[1]) if y.target is aten.add.Tensor else (y, None)
+        own, mask = (y.args[0], y.args[1]) if y.target is _MASKED and y.args[2] == 0 else (y, None)
+        product, bias = (own.args[0], own.args[1]) if own.target is aten.add.Tensor else (own, None)  # type: ignore[union-attr]
         if product.target is not GROUPED or (bias is not None and not isinstance(bias, Node)):  # type: ignore[union-attr]
             continue
         if len(readers) != 1 or readers[0].target is not aten.mul.Tensor:
             continue
         factors = next((x for x in readers[0].all_input_nodes if x is not y), None)
         if factors is not None and factors.meta["val"].dim() == 2 and hint(factors.meta["val"].size(1)) == 1:
-            return _Routed(product, bias, factors, dz, sums)  # type: ignore[arg-type]
+            return _Routed(product, bias, mask, factors, dz, sums)  # type: ignore[arg-type]
     return None
 
 
@@ -87,7 +91,7 @@ def _gradient_of_rows(routed: _Routed) -> Node | None:
 
 
 def _by_inner_products(graph: Graph, routed: _Routed, dh: Node) -> None:
-    product, bias, factors, dz, sums = routed
+    product, bias, mask, factors, dz, sums = routed
     rows: Any = product.args[0]
     weighted: Any = dh.args[0]
     dtype, wide = weighted.meta["val"].dtype, torch.float32
@@ -114,6 +118,9 @@ def _by_inner_products(graph: Graph, routed: _Routed, dh: Node) -> None:
         total = inner(t, rows)
         if bias is not None:
             total = call(aten.add.Tensor, total, inner(dz, bias))
+        if mask is not None:
+            # the products write nothing there
+            total = call(_MASKED, total, mask, 0)
         if total.meta["val"].dtype != sums.meta["val"].dtype:
             total = call(aten._to_copy.default, total, dtype=sums.meta["val"].dtype)
     dh.replace_all_uses_with(new)

@@ -130,6 +130,24 @@ def test_parts_that_are_not_trained(trained: str, dtype: torch.dtype) -> None:
     assert_all_ran(ours)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_rows_that_are_no_experts(dtype: torch.dtype) -> None:
+    """Experts of other devices leave rows of zeros behind."""
+    model = build("gpt-oss", dtype)
+    for module in model.modules():
+        if hasattr(module, "_is_expert_parallel"):
+            module._is_expert_parallel, module.num_experts = True, 5
+    for layer in model.model.layers:
+        for name, weight in list(layer.mlp.experts.named_parameters()):
+            setattr(layer.mlp.experts, name, nn.Parameter(weight[:5].detach().clone()))
+    ours = patch_model(copy.deepcopy(model), by_plans("exact"))
+    (loss, found), (expected_loss, expected) = step(ours, batch(), "fp32"), step(model, batch(), "fp32")
+    assert torch.equal(loss, expected_loss)
+    assert relative_error(found, expected) < (2e-2 if dtype == torch.bfloat16 else 1e-7)
+    assert kept_bytes(ours, batch()) <= 0.4 * kept_bytes(model, batch())
+    assert_all_ran(ours)
+
+
 class Scaled(nn.Module):
     """Two experts, half of the rows for each, whose output has one factor for all rows, or one for each."""
 
