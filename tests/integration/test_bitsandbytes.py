@@ -154,6 +154,7 @@ def test_bitsandbytes_runs_by_plans(
     assert kept[2] <= 1.01 * kept[1] and kept[2] < kept[0]
 
 
+@pytest.mark.daily(2)
 def test_bitsandbytes_between_compiled_segments(tmp_path: Path) -> None:
     """Inductor compiles what lies between quantised layers; the same bytes are kept."""
     _bitsandbytes()

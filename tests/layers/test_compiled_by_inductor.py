@@ -33,6 +33,7 @@ def test_inductor(preset: str) -> None:
     assert_compiled(ours)
 
 
+@pytest.mark.daily(2)
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_inductor_draws_in_backward_what_it_drew(checkpointed: bool) -> None:
     """The gradient is the slope of the loss: dropout's masks are made again from their seeds."""

@@ -57,6 +57,7 @@ def batch(length: int = 48, padding: int = 0) -> dict[str, Any]:
     return {"input_ids": ids, "labels": ids.masked_fill(mask == 0, -100), **masked}
 
 
+@pytest.mark.daily(2)
 @every_type
 @pytest.mark.parametrize("checkpointed", [False, True], ids=["whole", "checkpointed"])
 def test_stock_bits(name: str, checkpointed: bool) -> None:
@@ -192,6 +193,7 @@ def test_other_implementations(implementation: str) -> None:
     assert kept_bytes(ours, batch()) <= limit * kept_bytes(model, batch())
 
 
+@pytest.mark.daily(4)
 @every_type
 def test_compiled(name: str) -> None:
     """A segment of a compiler's code makes views of another segment's results itself."""

@@ -111,6 +111,7 @@ def test_many_passes_over_few_steps(steps: int, passes: int, monkeypatch: pytest
 
 
 @pytest.mark.slow
+@pytest.mark.daily(3)
 @pytest.mark.parametrize(
     "recipe, package, install",
     [
