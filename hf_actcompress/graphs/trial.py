@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..ops.autocast import autocast_off
 from ..private_apis import FakeTensorMode
 from .plan import LayerPlan
 from .trace import Joint, NotTraced
@@ -27,7 +28,8 @@ def try_plan(plan: LayerPlan, joint: Joint, given: Sequence[Tensor]) -> None:
     if mode.shape_env is not None:
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         inputs = [mode.from_tensor(x.detach()) for x in given]
-    with mode, torch.no_grad():
+    # as the layer runs it
+    with mode, torch.no_grad(), autocast_off(given[0].device.type):
         found = plan.forward(*inputs, *packs)
         pool = (*inputs, *found[: plan.tensors])
         saved = [pool[i] for i, _ in plan.kept] + list(found[plan.tensors :])

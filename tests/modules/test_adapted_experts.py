@@ -14,6 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_actcompress import CompressionConfig, patch_model
 from hf_actcompress.private_apis import parametrizations
+from tests.families import relative_error, step
+from tests.layers.plans import assert_all_ran
 from tests.oracle import assert_equal_bits, kept_bytes
 
 pytestmark = pytest.mark.daily(2)
@@ -78,6 +80,16 @@ def test_weights_of_experts_with_lora_are_made_again(name: str, implementation: 
     bytes_kept = [kept_bytes(lambda model=model: model(**BATCH).loss) for model in (stock, ours)]
     copies = BATCH["input_ids"].numel() * CHOICES if implementation == "batched_mm" else EXPERTS
     assert bytes_kept[0] - bytes_kept[1] >= WEIGHTS * copies // EXPERTS
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_layers_have_plans_under_autocast(name: str) -> None:
+    """PEFT computes these weights in fp32, without autocast."""
+    stock = with_lora(name)
+    ours = patch_model(copy.deepcopy(stock), CompressionConfig(loss_head=False))
+    (loss, found), (expected_loss, expected) = (step(model, BATCH, "autocast") for model in (ours, stock))
+    assert torch.equal(loss, expected_loss) and relative_error(found, expected) < 1e-2
+    assert_all_ran(ours)
 
 
 class Products(TorchDispatchMode):
