@@ -43,7 +43,7 @@ _MODULE = "actcompress_module"
 LAID_OUT = "actcompress_laid_out"
 # calls of torch in a forward; a layer with more is a loop over tokens or a block of blocks, and its trace takes long.
 # A layer of T5 with DoRA makes more than half as many
-MOST_CALLS = 1024
+MOST_CALLS = 1536
 # what a layer is given and returns, as a flat list of tensors
 Call = Callable[[list[Any]], list[Tensor]]
 # for each tensor of a call: its dimensions that may have any size; None: none may
