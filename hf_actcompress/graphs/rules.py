@@ -117,13 +117,13 @@ def feeds_backward(x: Node | None, forward: set[Node], but: Any = None) -> bool:
 
 
 def _is_last(node: Node) -> bool:
-    """Whether to keep a node in the place of the products that it is made of: rotated queries, a sum with a residual.
+    """Whether to keep a node in the place of what it is made of: rotated queries, a sum with a residual.
 
-    Nobody else may read these products, and they must have no fewer bytes.
+    That are products with no fewer bytes, or these and embeddings with more. Nobody else may read them.
     """
     if is_view(node) or node.target is DROPPED or CODEC in node.meta:
         return False
-    made, freed, pending = {node}, 0, set(node.all_input_nodes)
+    made, products, embeddings, pending = {node}, 0, 0, set(node.all_input_nodes)
     x = node
     # from the last node to the first one, so that all readers of a node come before it
     while pending:
@@ -139,8 +139,10 @@ def _is_last(node: Node) -> bool:
                 made.add(x)
                 pending.update(x.all_input_nodes)
             elif _is_product(x):
-                freed += nbytes(x)
-    return freed >= nbytes(node) > 0
+                products += nbytes(x)
+            elif x.target is aten.embedding.default:
+                embeddings += nbytes(x)
+    return products >= nbytes(node) > 0 or products + embeddings > nbytes(node) > 0
 
 
 def _tag(node: Node, weights: set[Node], largest: int, selective: bool) -> None:

@@ -88,6 +88,39 @@ def test_the_same_bits_and_no_more_bytes(name: str, mode: str) -> None:
     assert kept_bytes(plans, batch) <= kept_bytes(patch_model(copy.deepcopy(stock), LEAVES), batch)
 
 
+class Places(nn.Module):
+    """Embeddings of 8 levels of a tree, for each token a tag and a number at each (MarkupLM)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags, self.numbers = (nn.ModuleList(nn.Embedding(9, 8) for _ in range(8)) for _ in range(2))
+        self.inner, self.out = nn.Linear(64, 16), nn.Linear(16, 64)
+
+    def forward(self, places: Tensor) -> Tensor:
+        tags, numbers = (
+            torch.cat([part(x) for part, x in zip(parts, places.unbind(-1), strict=True)], -1)
+            for parts in (self.tags, self.numbers)
+        )
+        return self.out(torch.relu(self.inner(tags + numbers)))  # type: ignore[no-any-return]
+
+
+def test_of_embeddings_that_are_added_the_sum_is_kept() -> None:
+    """And not each of them, which are more."""
+    torch.manual_seed(0)
+    stock = WithHead(BY_NAME["bert"].build().bert, 64)
+    stock.body, stock.head = Places(), nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 3))
+    ours = patch_model(copy.deepcopy(stock), PLANS)
+    places = torch.randint(0, 9, (2, 24, 8))
+
+    def step(model: Any) -> Tensor:
+        return model.head(model.body(places)).square().mean()  # type: ignore[no-any-return]
+
+    grads = [torch.autograd.grad(step(x), [*x.parameters()]) for x in (ours, stock)]
+    assert_equal_bits(*grads)
+    assert settings_of(ours.body).plans.calls == 1  # type: ignore[union-attr]
+    assert kept_by(lambda: step(ours)) <= 0.75 * kept_by(lambda: step(stock))
+
+
 def test_a_head_of_the_user() -> None:
     torch.manual_seed(0)
     body = BY_NAME["bert"].build().bert
