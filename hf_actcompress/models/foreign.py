@@ -26,6 +26,8 @@ _KEEPING = frozenset(
 )  # fmt: skip
 _SAME = "stock's code runs; where its layer runs by a plan, the plan decides what is kept of it"
 
+_LOOP = "a loop over experts has no plan; model.set_experts_implementation('grouped_mm') before patching keeps less"
+
 
 def find_foreign(module: nn.Module) -> Declined | None:
     """Why a module without a rule is left alone; None for one that keeps nothing itself: its children have rows."""
@@ -38,7 +40,10 @@ def find_foreign(module: nn.Module) -> Declined | None:
     parameters = [p for p in module._parameters.values() if p is not None]
     # experts have one weight each; class tokens and position embeddings have one row
     if sum(p.dim() > 2 and p.size(0) > 1 for p in parameters) > 1:
-        return Declined(Role.EXPERTS, f"no rule for fused weights ({type(module).__name__}): {_SAME}")
+        loop = getattr(getattr(module, "config", None), "_experts_implementation", None) == "eager"
+        return Declined(
+            Role.EXPERTS, f"no rule for fused weights ({type(module).__name__}): {_LOOP if loop else _SAME}"
+        )
     # a name may be that of a child, for which the report has a row of its own
     functions = tuple(name for name in sorted(names_in(module) & _KEEPING) if name not in module._modules)
     if "attention" in type(module).__name__.lower() and functions:

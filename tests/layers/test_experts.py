@@ -12,7 +12,7 @@ import transformers as hf
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_actcompress import patch_model
+from hf_actcompress import patch_model, patch_report
 from tests.families import oracle_step, relative_error, step
 from tests.layers.plans import (
     PLANS,
@@ -187,6 +187,7 @@ def test_other_implementations(implementation: str) -> None:
     model = build("Mixtral")
     model.set_experts_implementation(implementation)
     ours = patch_model(copy.deepcopy(model), PLANS)
+    assert ("set_experts_implementation" in str(patch_report(ours))) == (implementation == "eager")
     (_, found), (_, expected) = step(ours, batch(), "fp32"), step(model, batch(), "fp32")
     assert relative_error(found, expected) < 1e-6
     limit = 0.12 if implementation == "batched_mm" else 0.75
