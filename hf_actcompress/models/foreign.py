@@ -25,8 +25,7 @@ _KEEPING = frozenset(
     }
 )  # fmt: skip
 _SAME = "stock's code runs; where its layer runs by a plan, the plan decides what is kept of it"
-
-_LOOP = "a loop over experts has no plan; model.set_experts_implementation('grouped_mm') before patching keeps less"
+_LOOP = "stock's code runs; a loop over experts has no plan: model.set_experts_implementation('grouped_mm') keeps less"
 
 
 def find_foreign(module: nn.Module) -> Declined | None:
