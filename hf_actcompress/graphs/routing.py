@@ -19,7 +19,7 @@ from .fused import move_behind
 aten = torch.ops.aten
 GROUPED = aten._grouped_mm.default
 _MASKED = aten.masked_fill.Scalar
-_CASTS = {aten._to_copy.default, aten.clone.default, aten.alias.default, _MASKED}
+_CASTS = {aten._to_copy.default, aten.clone.default, aten.alias.default}
 
 
 class _Routed(NamedTuple):
@@ -82,12 +82,24 @@ def _gradient_of_rows(routed: _Routed) -> Node | None:
     weighted = [x for x in routed.dz.users if x.target is aten.mul.Tensor and routed.factors in x.args]
     while weighted:
         x = weighted.pop()
-        weighted += [user for user in x.users if user.target in _CASTS]
         for user in x.users:
-            # that of the experts' weights reads the rows in columns
-            if user.target is GROUPED and user.args[0] is x and user.args[2] is routed.product.args[2]:
+            if user.target in _CASTS or (user.target is _MASKED and user.args[1] is routed.mask):
+                weighted.append(user)
+            # that of the experts' weights reads the rows in columns, and other experts may have the same factors
+            elif user.target is GROUPED and user.args[0] is x and _is_transposed(user, routed.product):
                 return user
     return None
+
+
+def _is_transposed(dh: Node, product: Node) -> bool:
+    """Whether a grouped product reads the other's weights and rows of experts."""
+    return dh.args[2] is product.args[2] and _untransposed(dh.args[1]) is _untransposed(product.args[1])
+
+
+def _untransposed(weight: Any) -> Any:
+    while weight.target is aten.transpose.int:
+        weight = weight.args[0]
+    return weight
 
 
 def _by_inner_products(graph: Graph, routed: _Routed, dh: Node) -> None:
@@ -107,6 +119,7 @@ def _by_inner_products(graph: Graph, routed: _Routed, dh: Node) -> None:
         return call(aten.sum.dim_IntList, call(aten.mul.Tensor, x, y), [-1], True)
 
     with graph.inserting_before(dh):
+        dz = dz if mask is None else call(_MASKED, dz, mask, 0)
         given = dz if dz.meta["val"].dtype == dtype else call(aten._to_copy.default, dz, dtype=dtype)
         if not given.meta["val"].is_contiguous():
             # the products need rows of one stride
@@ -119,7 +132,7 @@ def _by_inner_products(graph: Graph, routed: _Routed, dh: Node) -> None:
         if bias is not None:
             total = call(aten.add.Tensor, total, inner(dz, bias))
         if mask is not None:
-            # the products write nothing there
+            # a product writes nothing into rows behind the last expert's
             total = call(_MASKED, total, mask, 0)
         if total.meta["val"].dtype != sums.meta["val"].dtype:
             total = call(aten._to_copy.default, total, dtype=sums.meta["val"].dtype)

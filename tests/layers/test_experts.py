@@ -181,6 +181,33 @@ def test_factors_of_any_shape(each: bool, dtype: torch.dtype) -> None:
     assert_all_ran(ours)
 
 
+class Two(Scaled):
+    """Two products with the same factors, each without some rows in its midst."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.flatten(0, 1)
+        ends = torch.arange(1, 3, dtype=torch.int32, device=x.device) * (rows.size(0) // 2)
+        factor, h = self.gate(rows).sigmoid(), torch.tanh(self.norm(rows))  # type: ignore[misc]
+        without = (torch.arange(rows.size(0), device=x.device) % 3 == 0)[:, None]
+        y = nn.functional.grouped_mm(h, self.weight, offs=ends).masked_fill(without, 0.0)
+        z = nn.functional.grouped_mm(h * h, 2 * self.weight.flip(0), offs=ends)
+        return x + (y * factor + z * factor).view_as(x)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_products_with_the_same_factors_and_rows_that_are_masked(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    stock = nn.Sequential(Two(True), Two(True)).to(dtype)
+    ours = patch_model(copy.deepcopy(stock), PLANS)
+    found = []
+    for model in (ours, stock):
+        x = torch.randn(2, 8, 32, generator=torch.Generator().manual_seed(1)).to(dtype).requires_grad_()
+        model(x).square().sum().backward()
+        found.append({"x": x.grad, **{name: p.grad for name, p in model.named_parameters() if p.grad is not None}})
+    assert relative_error(*found) < (2e-2 if dtype == torch.bfloat16 else 1e-7)
+    assert_all_ran(ours)
+
+
 @pytest.mark.parametrize("implementation", ["eager", "batched_mm"])
 def test_other_implementations(implementation: str) -> None:
     """Stock keeps the weights of batched experts once for each pair of token and expert."""
