@@ -113,7 +113,7 @@ class CodeWriter:
                 continue
             pair = next((x for x in node.users if x in written and x.target in _PAIRS), None)
             if node.target in _WITH_NEXT and pair is not None:
-                # what is made of it follows, and both are one call
+                # what is made of it follows, and both are one call, behind which is freed what they read
                 self._last.setdefault(pair, []).extend(self._last.pop(node, ()))
             else:
                 self._call(node)

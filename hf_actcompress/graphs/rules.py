@@ -117,9 +117,9 @@ def feeds_backward(x: Node | None, forward: set[Node], but: Any = None) -> bool:
 
 
 def _is_last(node: Node) -> bool:
-    """Whether to keep a node in the place of what it is made of: rotated queries, a sum with a residual.
+    """Whether to keep a node in the place of the products and embeddings that it is made of: rotated queries, a sum.
 
-    That are products with no fewer bytes, or these and embeddings with more. Nobody else may read them.
+    Nobody else may read these. The products must have no fewer bytes, or the products and embeddings together more.
     """
     if is_view(node) or node.target is DROPPED or CODEC in node.meta:
         return False

@@ -28,7 +28,7 @@ def try_plan(plan: LayerPlan, joint: Joint, given: Sequence[Tensor]) -> None:
     if mode.shape_env is not None:
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         inputs = [mode.from_tensor(x.detach()) for x in given]
-    # as the layer runs it
+    # the layer runs it without autocast, too: the graph has the casts
     with mode, torch.no_grad(), autocast_off(given[0].device.type):
         found = plan.forward(*inputs, *packs)
         pool = (*inputs, *found[: plan.tensors])

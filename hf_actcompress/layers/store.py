@@ -230,8 +230,10 @@ def _learn(
 
 def _refuse_again(calls: Sequence[layer_calls.LayerCall], plan: LayerPlan) -> None:
     """Raise NotTraced if backward would run a call again that cannot run again."""
-    again = calls_in(plan.halves.backward.graph) if plan.checkpointed else set()
-    for number, call in enumerate(calls if plan.checkpointed else ()):
+    if not plan.checkpointed:
+        return
+    again = calls_in(plan.halves.backward.graph)
+    for number, call in enumerate(calls):
         reason = call.why_not_again(number in again)
         if reason:
             raise NotTraced(reason)

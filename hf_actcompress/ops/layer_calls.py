@@ -35,7 +35,7 @@ class LayerCall(Protocol):
         ...
 
     def why_not_again(self, again: bool) -> str:
-        """Why no layer that makes it can be checkpointed; or empty. `again`: whether backward makes it again."""
+        """Why a layer with this call cannot be checkpointed; empty if it can. `again`: whether backward calls it again."""
         ...
 
 
