@@ -230,10 +230,8 @@ def _learn(
 
 def _refuse_again(calls: Sequence[layer_calls.LayerCall], plan: LayerPlan) -> None:
     """Raise NotTraced if backward would run a call again that cannot run again."""
-    if not plan.checkpointed:
-        return
     again = calls_in(plan.halves.backward.graph)
-    for number, call in enumerate(calls):
+    for number, call in enumerate(calls if plan.checkpointed else ()):
         reason = call.why_not_again(number in again)
         if reason:
             raise NotTraced(reason)

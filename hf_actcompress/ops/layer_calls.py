@@ -35,7 +35,7 @@ class LayerCall(Protocol):
         ...
 
     def why_not_again(self, again: bool) -> str:
-        """Why a layer with this call cannot be checkpointed; empty if it can. `again`: whether backward calls it again."""
+        """Why no layer with it can be checkpointed; empty if one can. `again`: whether backward calls it again."""
         ...
 
 
