@@ -87,7 +87,8 @@ def test_tiles_of_a_checkpointed_layer_with_adapters() -> None:
         loss, expected = step(patch_model(model, BODY), batch, "bf16")
         found = step(ours, batch, "bf16")
     assert torch.equal(found[0], loss) and set(calls(ours)) == {1}
-    assert relative_error(found[1], expected) < 1e-2
+    # one rounding of bf16
+    assert relative_error(found[1], expected) < 2**-8
 
 
 def test_twice_the_same() -> None:
